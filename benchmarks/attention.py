@@ -24,7 +24,16 @@ from benchmarks.harness import Benchmark, Point
 from benchmarks.production import alternative, checked, measure_versions
 from benchmarks.production_draws import AttentionShape
 from benchmarks.production_providers import Contender, contenders
-from benchmarks.records import Record, is_forward, of_ours, ours_at, provider_of
+from benchmarks.records import (
+    Record,
+    faster,
+    is_forward,
+    listed,
+    of_fraction,
+    of_ours,
+    ours_at,
+    provider_of,
+)
 from ikbo_jax.cases import attention as case
 from ikbo_jax.cases import error_rule
 from ikbo_jax.cases.error_rule import Check
@@ -174,41 +183,33 @@ def _check_of(shape: AttentionShape) -> Callable[[Contender, Sequence[Any]], Che
 @of_ours
 def bars(point: Record, ours: Record, all_points: Sequence[Record]) -> str:
     """Formats the figures of `ikbo` at a point, each next to its bar."""
-    problem, found = point["problem"], list[str]()
-    if not is_forward(point):
-        return _gradient_bars(point, ours)
+    problem, sweep = point["problem"], point["sweep"]
     grouped, copies = (provider_of(point, name) for name in ("grouped-cudnn", "copies-cudnn"))
-    if point["sweep"] == "s":
-        kv_len = problem["kv_len"]
-        if problem["dtype"] == "bfloat16" and kv_len in FRACTION_BARS:
-            found.append(f"fraction {ours['fraction']:.3f}, bar {FRACTION_BARS[kv_len]}")
-        for other, words, bar, has_bar in (
-            (grouped, "grouped cuDNN", SHORT_BAR, kv_len <= SHORT_S),
-            (copies, "the copies", COPIES_BAR, kv_len >= COPIES_S),
-        ):
-            if has_bar and other is not None:
-                found.append(f"{other['median_ms'] / ours['median_ms']:.2f} x {words}, bar {bar}")
-    elif point["sweep"] == "h" and problem["head_dim"] == 64:
-        found.append(f"fraction {ours['fraction']:.3f}, bar {NARROW_BAR}")
+    found: list[str] = []
+    if not is_forward(point):
+        fraction_bar = GRADIENT_BARS.get(problem["kv_len"]) if sweep == "s" else None
+        best = alternative(point) if sweep == "given" else grouped
+        speed_bar = {"given": GIVEN_BAR, "s": CUDNN_BAR}.get(sweep)
+        words = "" if best is None else best["name"]
+        found = [of_fraction(ours, fraction_bar), faster(ours, best, words, speed_bar)]
+        return listed(*found)
+    kv_len, is_narrow = problem["kv_len"], sweep == "h" and problem["head_dim"] == 64
+    if sweep == "s":
+        bar = FRACTION_BARS.get(kv_len) if problem["dtype"] == "bfloat16" else None
+        found = [of_fraction(ours, bar)]
+        if kv_len <= SHORT_S:
+            found.append(faster(ours, grouped, "grouped cuDNN", SHORT_BAR))
+        if kv_len >= COPIES_S:
+            found.append(faster(ours, copies, "the copies", COPIES_BAR))
+    elif is_narrow:
+        found = [of_fraction(ours, NARROW_BAR)]
     relative_bar = RELATIVE_BARS.get(point["label"].split(" S=")[0])
     of_s = (p for p in all_points if p["sweep"] == "s" and is_forward(p))
-    reference = ours_at(p for p in of_s if p["problem"]["kv_len"] == problem["kv_len"])
+    reference = ours_at(p for p in of_s if p["problem"]["kv_len"] == kv_len)
     if relative_bar is not None and reference is not None:
         relative = ours["fraction"] / reference["fraction"]
         found.append(f"{relative:.3f} of the default's fraction, bar {relative_bar}")
-    return "; ".join(found)
-
-
-def _gradient_bars(point: Record, ours: Record) -> str:
-    sweep, found = point["sweep"], []
-    if sweep == "s" and (bar := GRADIENT_BARS.get(point["problem"]["kv_len"])) is not None:
-        found.append(f"fraction {ours['fraction']:.3f}, bar {bar}")
-    best = alternative(point) if sweep == "given" else provider_of(point, "grouped-cudnn")
-    if best is not None:
-        bar = {"given": GIVEN_BAR, "s": CUDNN_BAR}.get(sweep)
-        words = "" if bar is None else f", bar {bar}"
-        found.append(f"{best['median_ms'] / ours['median_ms']:.2f} x {best['name']}{words}")
-    return "; ".join(found)
+    return listed(*found)
 
 
 BENCHMARK = Benchmark(

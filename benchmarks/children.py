@@ -7,7 +7,6 @@ and XLA's choices stay in a folder, where the process that times finds them.
 
 import argparse
 import contextlib
-import dataclasses
 import os
 import pathlib
 import signal
@@ -15,8 +14,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NoReturn, Self
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NoReturn
 
 import jax
 
@@ -49,17 +48,6 @@ GIVING_BACK = {
 }
 
 
-def start(
-    module: str, args: Sequence[Sequence[str]], extra: Mapping[str, str] | None = None
-) -> list[subprocess.Popen[bytes]]:
-    """Starts processes of a module that share a GPU, one for each list of arguments.
-
-    `extra` are further variables of their environment.
-    """
-    shared = environment({"XLA_PYTHON_CLIENT_PREALLOCATE": "false", **(extra or {})})
-    return [subprocess.Popen(command(module, *x), cwd=ROOT, env=shared) for x in args]
-
-
 @contextlib.contextmanager
 def ending(processes: Sequence[subprocess.Popen[bytes]]) -> Iterator[None]:
     """Ends the processes when the block ends, also by an exception or SIGTERM."""
@@ -75,14 +63,6 @@ def ending(processes: Sequence[subprocess.Popen[bytes]]) -> Iterator[None]:
         for process in processes:
             process.kill()
             process.wait()
-
-
-def wait(processes: Sequence[subprocess.Popen[bytes]], words: str = "") -> None:
-    """Waits for the processes; prints how many failed, and `words`."""
-    with ending(processes):
-        failed = sum(process.wait() != 0 for process in processes)
-    if failed:
-        print(f"{failed} of {len(processes)} compiling processes failed{words}", file=sys.stderr)
 
 
 def claims(folder: pathlib.Path, number: int, until: float = float("inf")) -> Iterator[int]:
@@ -113,67 +93,35 @@ def share(folder: pathlib.Path) -> None:
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
 
 
-def parsed(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
-    """Parses a command line (None: this process's), which is also in the field "argv"."""
-    given = sys.argv[1:] if argv is None else list(argv)
-    return argparse.Namespace(**vars(parser.parse_args(given)), argv=given)
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Adds the number of processes that compile, and the folder that they share."""
+    words = (
+        "processes that compile all points before the first is timed; XLA then chooses GEMMs "
+        "while others use the device (default: 0, each point is compiled before it is timed)"
+    )
+    parser.add_argument("--jobs", type=int, default=0, help=words)
+    parser.add_argument("--shared", type=pathlib.Path, help=argparse.SUPPRESS)
 
 
-@dataclasses.dataclass(frozen=True)
-class Jobs:
-    """The processes of a benchmark that compile; `number` 0: points are compiled where timed.
+@contextlib.contextmanager
+def programs(op: str, options: argparse.Namespace) -> Iterator[None]:
+    """Lets other processes compile the programs of `op`; entered before the device is used.
 
-    `arguments` is the benchmark's command line. `shared` is the folder that the compiling processes
-    share; None in the process that times.
+    A process that uses the device keeps most of its memory. A process that compiles has the option
+    `shared`: the folder that these processes share.
     """
-
-    number: int = 0
-    arguments: Sequence[str] = ()
-    shared: pathlib.Path | None = None
-
-    @staticmethod
-    def add_options(parser: argparse.ArgumentParser) -> None:
-        words = (
-            "processes that compile all points before the first is timed; XLA then chooses GEMMs "
-            "while others use the device (default: 0, each point is compiled before it is timed)"
-        )
-        parser.add_argument("--jobs", type=int, default=0, help=words)
-        parser.add_argument("--shared", type=pathlib.Path, help=argparse.SUPPRESS)
-
-    @classmethod
-    def of(cls, options: argparse.Namespace) -> Self:
-        """Reads the options of a command line; no processes if its parser lacks them."""
-        return cls(options.jobs, options.argv, options.shared) if "shared" in options else cls()
-
-    @contextlib.contextmanager
-    def programs(self, op: str) -> Iterator[None]:
-        """Lets other processes compile the programs of `op`; entered before the device is used.
-
-        A process that uses the device keeps most of its memory.
-        """
-        if self.shared is not None:
-            share(self.shared)
-            yield
-        elif not self.number:
-            yield
-        else:
-            with tempfile.TemporaryDirectory() as folder:
-                arguments = [*self.arguments, "--jobs", "0", "--shared", folder]
-                processes = start(f"benchmarks.{op}", [arguments] * self.number, GIVING_BACK)
-                wait(processes, "; their points are compiled before they are timed")
-                share(pathlib.Path(folder))
-                yield
-
-    def compile(
-        self, todo: Sequence[Any], measure_point: Callable[[Any], dict[str, Any]], until: float
-    ) -> None:
-        """Compiles the points that no other process has claimed, until a Unix time.
-
-        A point that raises is left to the process that times, which reports it.
-        """
-        assert self.shared is not None
-        for n in claims(self.shared, len(todo), until):
-            begin = time.monotonic()
-            with contextlib.suppress(Exception):
-                measure_point(todo[n])
-            print(f"compiled in {time.monotonic() - begin:.0f} s: {todo[n].name}", flush=True)
+    if options.shared is not None:
+        share(options.shared)
+    if options.shared is not None or not options.jobs:
+        yield
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        words = command(f"benchmarks.{op}", *options.argv, "--jobs", "0", "--shared", folder)
+        variables = environment({"XLA_PYTHON_CLIENT_PREALLOCATE": "false", **GIVING_BACK})
+        started = [subprocess.Popen(words, cwd=ROOT, env=variables) for _ in range(options.jobs)]
+        with ending(started):
+            failed = sum(process.wait() != 0 for process in started)
+        if failed:
+            print(f"{failed} of {len(started)} compiling processes failed", file=sys.stderr)
+        share(pathlib.Path(folder))
+        yield

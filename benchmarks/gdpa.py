@@ -9,8 +9,8 @@ a separate oracle. In the sweep "softmax", lengths differ at all points but the 
 attends over padded sequences; its time includes the padding.
 """
 
-import argparse
 import dataclasses
+import functools
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Self
@@ -22,7 +22,7 @@ from benchmarks import harness, production_providers
 from benchmarks.harness import Benchmark, Point
 from benchmarks.production import checked, cotangent
 from benchmarks.production_providers import Contender
-from benchmarks.records import OUR_NAME, Record, of_ours, ours_at, provider_of
+from benchmarks.records import OUR_NAME, Record, faster, listed, of_ours, ours_at, provider_of
 from ikbo_jax.cases.error_rule import Check
 from ikbo_jax.cases.gdpa import Case, uniform_lengths
 from ikbo_jax.cases.gdpa_backward import RESULTS, Inputs, check_results
@@ -155,32 +155,21 @@ def shrink(point: Point) -> Point:
 # Contenders
 
 
-def contenders(sizes: Sizes, arrays: Arrays) -> list[Callable[[], Contender]]:
-    """Returns makers of this library's op, the XLA path, and softmax attention by three ways.
+def contenders(point: Point, arrays: Arrays, quick: bool) -> list[Callable[[], Contender]]:
+    """Returns makers of this library's op, the XLA path, and softmax attention by other ways.
 
-    A maker has the contender's name, with underscores, and raises NotImplementedError with the
-    reason if its contender cannot run here.
+    Those are timed in sweeps over lengths, and with softmax. A maker has the contender's name, with
+    underscores, and raises NotImplementedError with the reason if its contender cannot run here.
     """
-    case, width = sizes.case, (sizes.heads, sizes.head_dim)
-    other = "" if sizes.activation == SOFTMAX else SOFTMAX
+    sizes, case = point.case, point.case.case
+    is_softmax, is_jagged = sizes.activation == SOFTMAX, sizes.lengths != "full"
 
-    def made(
-        name: str, stage: str, op: Callable[..., jax.Array], other: str = "", **options: Any
-    ) -> Contender:
-        return Contender(name, stage, op, arrays[:3], arrays[3:], other=other, **options)
+    def made(name: str, stage: str, op: Callable[..., jax.Array], **options: Any) -> Contender:
+        return Contender(name, stage, op, arrays[:3], arrays[3:], **options)
 
-    def dense(attend: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-        """Makes the op of attention on query [batch, T, N, H], key and value."""
-        if sizes.lengths != "full":
-            raise NotImplementedError("needs equal lengths")
-        q_shape, kv_shape = ((sizes.batch, n, *width) for n in (sizes.q_len, sizes.kv_len))
-
-        def op(query: jax.Array, key: jax.Array, value: jax.Array, *_: Any) -> jax.Array:
-            shared = sizes.broadcast_q
-            query = jnp.broadcast_to(query, q_shape) if shared else query.reshape(q_shape)
-            return attend(query, key.reshape(kv_shape), value.reshape(kv_shape)).reshape(-1, *width)
-
-        return op
+    def padded(name: str, stage: str, attend: Callable[..., jax.Array]) -> Contender:
+        op = production_providers.padded(attend, sizes.q_len, sizes.kv_len)
+        return made(name, stage, op, other="" if is_softmax else SOFTMAX)
 
     def ikbo() -> Contender:
         stage = "ikbo_jax.gdpa (implementation='mosaic_gpu')"
@@ -196,59 +185,34 @@ def contenders(sizes: Sizes, arrays: Arrays) -> list[Callable[[], Contender]]:
         return made("xla", stage, case.contender("decomposed"), is_xla=True)
 
     def cudnn_softmax() -> Contender:
-        op = dense(production_providers.cudnn())
-        return made("cudnn-softmax", "softmax attention by cuDNN", op, other)
-
-    def ikbo_attention() -> Contender:
-        index = jnp.arange(sizes.batch, dtype=jnp.int32)
-
-        def attend(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
-            arrays = query, key, value, index
-            return production_providers.attend(*arrays, indices_are_sorted=True)
-
-        stage = "ikbo_jax.attention, every candidate its own user"
-        return made("ikbo-attention", stage, dense(attend), other)
+        attend = production_providers.softmax(production_providers.cudnn)
+        return padded("cudnn-softmax", "softmax attention by cuDNN", attend)
 
     def cudnn_softmax_padded() -> Contender:
-        """The time includes the padding."""
-        if sizes.lengths != "half":
-            raise NotImplementedError("needs lengths that differ")
-        attend = production_providers.cudnn()
-
-        def op(query: Any, key: Any, value: Any, _: Any, offsets: Any, *__: Any) -> jax.Array:
-            lengths = offsets[1:] - offsets[:-1]
-            pad, unpad = production_providers.padding(offsets, key.shape[0], sizes.kv_len)
-            with jax.numpy_dtype_promotion("standard"):
-                padded = map(pad, (query, key, value))
-                out = attend(*padded, query_seq_lengths=lengths, key_value_seq_lengths=lengths)
-            return unpad(out)
-
         stage = "softmax attention by cuDNN over padded sequences"
-        return made("cudnn-softmax-padded", stage, op, other)
+        return cudnn_softmax()._replace(name="cudnn-softmax-padded", stage=stage)
 
-    return [ikbo, xla, cudnn_softmax, ikbo_attention, cudnn_softmax_padded]
+    def ikbo_attention() -> Contender:
+        def attend(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+            index = jnp.arange(sizes.batch, dtype=jnp.int32)
+            return production_providers.attend(query, key, value, index, indices_are_sorted=True)
 
+        return padded("ikbo-attention", "ikbo_jax.attention, every candidate its own user", attend)
 
-ALTERNATIVES = ("xla", "cudnn-softmax", "ikbo-attention", "cudnn-softmax-padded")
-
-
-def names_of(point: Point, quick: bool) -> Sequence[str]:
-    """Selects contenders; other libraries' only in sweeps over lengths and with softmax."""
-    if quick or point.sweep == "activations" and point.case.activation != SOFTMAX:
-        return (OUR_NAME, "xla") if quick else (OUR_NAME,)
-    is_jagged = point.case.lengths != "full"
-    if point.case.activation == SOFTMAX:
-        others = ("cudnn-softmax-padded",) if is_jagged else ("cudnn-softmax", "ikbo-attention")
-        return (OUR_NAME, "xla", *others)
-    return (OUR_NAME, "xla") if is_jagged else (OUR_NAME, "xla", "cudnn-softmax")
+    if quick:
+        return [ikbo, xla]
+    if is_softmax:
+        others = [cudnn_softmax_padded] if is_jagged else [cudnn_softmax, ikbo_attention]
+        return [ikbo, xla, *others]
+    if point.sweep == "activations":
+        return [ikbo]
+    return [ikbo, xla] if is_jagged else [ikbo, xla, cudnn_softmax]
 
 
 def measure_point(point: Point, run: harness.Run) -> dict[str, Any]:
     """Checks the contenders at a point, and times them interleaved with the reference matmul."""
-    names = {*names_of(point, run.options.quick)}.difference(run.options.without)
     case, arrays = point.case.case, point.case.case.inputs()
-    every = contenders(point.case, arrays)
-    makers = [x for x in every if x.__name__.replace("_", "-") in names]
+    makers = contenders(point, arrays, run.options.quick)
     found = checked(makers, point.direction, compared=check_of(point, arrays))
     flops = harness.ATTENTION_WORK[point.direction] * case.useful_flops
     return {
@@ -277,9 +241,8 @@ def bars(point: Record, ours: Record, all_points: Sequence[Record]) -> str:
     bar = FRACTION_BARS.get((sweep, direction), {}).get(problem["q_len"])
     if bar is not None and problem["dtype"] == "bfloat16":
         found.append(f"fraction {ours['fraction']:.3f}, bar {bar:.2f}")
-    xla, attention = (provider_of(point, name) for name in ("xla", "ikbo-attention"))
-    if sweep == "pma" and xla is not None:
-        found.append(f"{xla['median_ms'] / ours['median_ms']:.2f} x XLA, bar {PMA_BAR}")
+    if sweep == "pma":
+        found.append(faster(ours, provider_of(point, "xla"), "XLA", PMA_BAR))
     if sweep == "activations" and point["name"] in RELATIVE_BARS:
         baseline, bar = RELATIVE_BARS[point["name"]]
         wanted = ("activations", baseline, direction)
@@ -287,18 +250,11 @@ def bars(point: Record, ours: Record, all_points: Sequence[Record]) -> str:
         if (other := ours_at(same)) is not None:
             relative = ours["fraction"] / other["fraction"]
             found.append(f"{relative:.3f} of {baseline}'s fraction, bar {bar}")
-    softmax_bar = SOFTMAX_BARS.get(direction)
-    if attention is not None and softmax_bar is not None:
+    attention = provider_of(point, "ikbo-attention")
+    if attention is not None and direction in SOFTMAX_BARS:
         relative = attention["median_ms"] / ours["median_ms"]
-        found.append(f"{relative:.3f} of attention's speed, bar {softmax_bar}")
-    return "; ".join(found)
-
-
-def _add_options(parser: argparse.ArgumentParser) -> None:
-    harness.add_direction(parser, DIRECTIONS, DIRECTIONS)
-    about: Any = {"metavar": "NAME"}
-    about["help"] = "providers to leave out, such as xla, whose gradients take most of a run's time"
-    parser.add_argument("--without", nargs="+", choices=ALTERNATIVES, default=(), **about)
+        found.append(f"{relative:.3f} of attention's speed, bar {SOFTMAX_BARS[direction]}")
+    return listed(*found)
 
 
 BENCHMARK = Benchmark(
@@ -308,7 +264,7 @@ BENCHMARK = Benchmark(
     shrink,
     measure_point,
     bars,
-    add_options=_add_options,
+    add_options=functools.partial(harness.add_direction, known=DIRECTIONS, default=DIRECTIONS),
 )
 
 if __name__ == "__main__":

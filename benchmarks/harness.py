@@ -6,18 +6,22 @@ points for which no time was left, "failed" points that raised. A point has a li
 with the reason. A "note" is printed next to the provider in tables.
 """
 
+from __future__ import annotations
+
 import argparse
+import contextlib
 import dataclasses
 import functools
+import itertools
 import pathlib
 import statistics
+import sys
 import time
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Self
 
 import jax
-import numpy as np
 
 from benchmarks import children, timing
 from benchmarks.records import Bars, Record, all_correct, describe_ours, format_table
@@ -73,11 +77,6 @@ class Contender:
     args: tuple = ()
 
 
-def sample(batch: int, number: int) -> list[int]:
-    """Draws at most `number` positions in [0, batch), sorted, with the first and the last."""
-    return sorted({0, batch - 1, *np.random.default_rng(0).integers(0, batch, number - 2).tolist()})
-
-
 def why_not_run(failure: Exception) -> dict[str, str]:
     """Makes the field "failure" of a provider that raised, or "skipped" if it cannot run here."""
     if isinstance(failure, NotImplementedError):
@@ -87,31 +86,28 @@ def why_not_run(failure: Exception) -> dict[str, str]:
 
 def why_too_large(failure: Exception) -> dict[str, str]:
     """Makes the fields of `why_not_run`; "skipped", too, if the arrays do not fit into memory."""
-    if isinstance(failure, NotImplementedError):
-        return why_not_run(failure)
-    text = f"{type(failure).__name__}: {str(failure)[:300]}"
-    return {"skipped" if "RESOURCE_EXHAUSTED" in text else "failure": text}
-
-
-def memory_of(compiled: Any) -> dict[str, int]:
-    """Counts the bytes of a program's scratch and of all its arrays; {} if the backend cannot."""
-    if (memory := compiled.memory_analysis()) is None:
-        return {}
-    temp, held = int(memory.temp_size_in_bytes), int(memory.argument_size_in_bytes)
-    result = int(memory.output_size_in_bytes) - int(memory.alias_size_in_bytes)
-    return {"temp_bytes": temp, "total_bytes": temp + held + result}
+    found = why_not_run(failure)
+    is_large = "RESOURCE_EXHAUSTED" in found.get("failure", "")
+    return {"skipped": found["failure"]} if is_large else found
 
 
 def compiled_of(
     fn: Any, *args: Any, options: Mapping[str, Any] | None = None
 ) -> tuple[Any, Any, dict[str, Any]]:
-    """Lowers and compiles a function of `jax.jit`; returns both programs, and seconds and bytes."""
+    """Lowers and compiles a function of `jax.jit`; returns both programs, and figures.
+
+    The figures are seconds, and bytes of the program's scratch and of all its arrays.
+    """
     start = time.monotonic()
     lowered = fn.lower(*args)
     traced = time.monotonic()
     compiled = lowered.compile(None if options is None else dict(options))
     seconds = {"trace_s": traced - start, "compile_s": time.monotonic() - traced}
-    return lowered, compiled, seconds | memory_of(compiled)
+    if (memory := compiled.memory_analysis()) is None:  # Some backends cannot tell.
+        return lowered, compiled, seconds
+    temp, held = int(memory.temp_size_in_bytes), int(memory.argument_size_in_bytes)
+    result = int(memory.output_size_in_bytes) - int(memory.alias_size_in_bytes)
+    return lowered, compiled, seconds | {"temp_bytes": temp, "total_bytes": temp + held + result}
 
 
 def compile_and_check(
@@ -206,70 +202,73 @@ def measure(
 class Run:
     """One run of a benchmark. It does not use the device before its protocol or results are read.
 
-    `op` is the benchmark's name in the results file, `options` are those of `parser`.
+    `options` are those of `Benchmark.parse`; `prepared` is what `Benchmark.prepare` returned.
     """
 
-    def __init__(self, op: str, options: argparse.Namespace, *, times_matmul: bool = True) -> None:
-        self.op, self.options, self._times_matmul = op, options, times_matmul
+    def __init__(self, benchmark: Benchmark, options: argparse.Namespace) -> None:
+        self.benchmark, self.options = benchmark, options
         self.start = time.monotonic()
-        self.jobs = children.Jobs.of(options)
         self.prepared: Any = None
 
     @functools.cached_property
     def protocol(self) -> Protocol:
         found = Protocol.for_device(quick=self.options.quick)
-        rounds = 0 if self.jobs.shared else found.rounds
-        size = found.matmul_size if self._times_matmul else 0
+        rounds = 0 if self.options.shared else found.rounds
+        size = found.matmul_size if self.benchmark.times_matmul else 0
         return dataclasses.replace(found, rounds=rounds, matmul_size=size)
 
     @functools.cached_property
     def results(self) -> dict[str, Any]:
         """Content of the results file."""
-        names = ("window_s", "rounds", "matmul_size")[: 3 if self._times_matmul else 2]
+        names = ("window_s", "rounds", "matmul_size")[: 3 if self.benchmark.times_matmul else 2]
         lengths = {name: getattr(self.protocol, name) for name in names}
-        head = {"op": self.op, "environment": timing.environment(), "protocol": lengths}
-        return {**head, "points": [], "left_out": []}
+        head = {"op": self.benchmark.name, "environment": timing.environment()}
+        return {**head, "protocol": lengths, "points": [], "left_out": []}
 
     @property
     def left_s(self) -> float:
         return float(self.options.budget_s) - (time.monotonic() - self.start)
 
-    def measure(
-        self,
-        todo: Sequence[Any],
-        measure_point: Callable[[Any], dict[str, Any]],
-        describe: Callable[[Record], str],
-        prepare: Callable[[Self], Any] = lambda run: None,
-    ) -> dict[str, Any]:
-        """Measures points, prints progress, and writes the results file after every point.
-
-        `measure_point` returns a point's entry, which `describe` formats as short text. `prepare`
-        is called before the first point is measured; its result is kept in `prepared`.
-        """
+    def measure_all(self) -> dict[str, Any]:
+        """Measures points, prints progress, and writes the results file after every point."""
+        todo = list(self.benchmark.points(self.options))
         # A path that cannot be written raises before anything is measured.
         timing.make_folder_of(self.options.out)
-        with self.jobs.programs(self.op):
-            if self.jobs.shared:
-                until = time.time() + children.COMPILING * self.left_s
-                self.jobs.compile(todo, measure_point, until)
-            else:
-                self.prepared = prepare(self)
-                for number, point in enumerate(todo, start=1):
-                    line = self._measure(point, measure_point, describe)
-                    timing.write_results(self.options.out, self.results)
-                    if line:
-                        head = f"[{number}/{len(todo)}] {time.monotonic() - self.start:.0f} s"
-                        print(f"{head} {line}", flush=True)
+        with children.programs(self.benchmark.name, self.options):
+            if self.options.shared is not None:
+                self._compile(todo)
+                return self.results
+            self.prepared = self.benchmark.prepare(self)
+            for number, point in enumerate(todo, start=1):
+                if line := self._measure_or_note(point):
+                    head = f"[{number}/{len(todo)}] {time.monotonic() - self.start:.0f} s"
+                    print(f"{head} {line}", flush=True)
                 timing.write_results(self.options.out, self.results)
+        timing.write_results(self.options.out, self.results)
         return self.results
 
-    def _measure(self, point: Any, measure_point: Callable, describe: Callable) -> str:
+    def _compile(self, todo: Sequence[Point]) -> None:
+        """Compiles the points that no other process has claimed, in a part of the budget."""
+        until = time.time() + children.COMPILING * self.left_s
+        for n in children.claims(self.options.shared, len(todo), until):
+            begin = time.monotonic()
+            # A point that raises is left to the process that times, which reports it.
+            with contextlib.suppress(Exception):
+                self._measure(todo[n])
+            print(f"compiled in {time.monotonic() - begin:.0f} s: {todo[n].name}", flush=True)
+
+    def _measure(self, point: Point) -> dict[str, Any]:
+        # Shrinking asks for the device, which this process may use only now.
+        small = point if jax.default_backend() == "gpu" else self.benchmark.shrink(point)
+        return {**small.entry(), **self.benchmark.measure(small, self)}
+
+    def _measure_or_note(self, point: Point) -> str:
         """Measures a point; returns its description, empty if it failed or is left out."""
         if self.left_s < 0:
             self.results["left_out"].append(point.name)
             return ""
         try:
-            measured = measure_point(point)
+            measured = self._measure(point)
         except Exception as error:
             # A point costs minutes of compilation: the points after it are measured, too.
             traceback.print_exc()
@@ -277,16 +276,17 @@ class Run:
             self.results.setdefault("failed", []).append(text)
             return ""
         self.results["points"].append(measured)
-        return f"{point.name}: {describe(measured)}"
+        return f"{point.name}: {self.benchmark.describe(measured)}"
 
 
 @dataclasses.dataclass(frozen=True)
 class Benchmark:
     """What a benchmark measures and how it prints its results.
 
-    `name` is the name of its module, and of the op in results files. `shrink` makes a point's sizes
-    small enough for a CPU. `measure` checks and times a point, and returns its figures; `bars` and
-    `describe` format them beside their bars and as short text. `prepare`: see `Run.measure`.
+    `name` is the name of its module, and of the op in results files. `points` lists the points of a
+    command line, and `shrink` makes a point's sizes small enough for a CPU. `measure` checks and
+    times a point, and returns its figures; `bars` and `describe` format them beside their bars and
+    as short text. `prepare` is called before the first point is measured.
     """
 
     name: str
@@ -301,22 +301,23 @@ class Benchmark:
     times_matmul: bool = True
 
     def parse(self, argv: Sequence[str] | None = None) -> argparse.Namespace:
-        found = parser(self.name, self.sweeps)
-        if self.times_matmul:
-            children.Jobs.add_options(found)
-        self.add_options(found)
-        return children.parsed(found, argv)
+        """Parses a command line (None: this process's), which is also in the field "argv"."""
+        parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{self.name}")
+        parser.add_argument("--out", type=pathlib.Path, required=True, help="results file (JSON)")
+        if self.sweeps:
+            about: Any = {"choices": self.sweeps, "default": self.sweeps}
+            about["help"] = "sweeps to measure (default: all)"
+            parser.add_argument("--sweep", nargs="+", **about)
+        parser.add_argument("--quick", action="store_true", help="short windows, few providers")
+        words = "seconds after which no further point is started"
+        parser.add_argument("--budget-s", type=float, default=float("inf"), help=words)
+        children.add_options(parser)
+        self.add_options(parser)
+        given = sys.argv[1:] if argv is None else list(argv)
+        return argparse.Namespace(**vars(parser.parse_args(given)), argv=given)
 
     def run(self, options: argparse.Namespace) -> dict[str, Any]:
-        run = Run(self.name, options, times_matmul=self.times_matmul)
-
-        def measure_point(point: Point) -> dict[str, Any]:
-            # Shrinking asks for the device, which this process may use only now.
-            small = point if jax.default_backend() == "gpu" else self.shrink(point)
-            return {**small.entry(), **self.measure(small, run)}
-
-        todo = list(self.points(options))
-        return run.measure(todo, measure_point, self.describe, self.prepare)
+        return Run(self, options).measure_all()
 
     def main(self, argv: Sequence[str] | None = None) -> int:
         """Runs a command line; returns 1 if a provider failed or was wrong."""
@@ -326,7 +327,7 @@ class Benchmark:
 
 def of_sweeps(points: Callable[[str], Iterable[Point]]) -> Callable[[Any], Iterable[Point]]:
     """Makes a function that lists the points of the command line's sweeps."""
-    return lambda options: (point for sweep in options.sweep for point in points(sweep))
+    return lambda o: itertools.chain.from_iterable(map(points, o.sweep))
 
 
 def of_directions(
@@ -346,19 +347,6 @@ def add_direction(
         f"the result, the gradients for a fixed cotangent, or both (default: {' '.join(default)})"
     )
     parser.add_argument("--direction", nargs="+", choices=known, default=default, help=words)
-
-
-def parser(name: str, sweeps: Sequence[str] = ()) -> argparse.ArgumentParser:
-    """Makes a parser with the options of every benchmark."""
-    found = argparse.ArgumentParser(prog=f"python -m benchmarks.{name}")
-    found.add_argument("--out", type=pathlib.Path, required=True, help="results file (JSON)")
-    if sweeps:
-        words = "sweeps to measure (default: all)"
-        found.add_argument("--sweep", nargs="+", choices=sweeps, default=sweeps, help=words)
-    found.add_argument("--quick", action="store_true", help="short windows, few providers")
-    words = "seconds after which no further point is started"
-    found.add_argument("--budget-s", type=float, default=float("inf"), help=words)
-    return found
 
 
 def print_results(results: Record, lines: str) -> int:

@@ -26,140 +26,76 @@ GPU = "NVIDIA "
 
 
 class Row(NamedTuple):
-    """A row: files of results, and the times that it compares.
+    """A row: the files of results without their ending, and the times that it compares.
 
-    `theirs` are alternatives, of which the fastest counts at every point. `label` chooses one point
-    of the sweep; without one, the row has geometric means over all points of the sweep.
+    `points` is a sweep, of whose points the row has geometric means, or a sweep and a label.
+    `theirs` are alternatives, of which the fastest counts at every point.
     """
 
     what: str
     sizes: str
     best: str
     files: tuple[str, ...]
+    points: str
     theirs: tuple[str, ...]
     ours: str = OUR_NAME
-    sweep: str = ""
-    label: str = ""
 
 
-CUDNN = ("grouped-cudnn", "grouped-cudnn-even", "copies-cudnn", "xla")
+DRAWN, REQUEST = "drawn", "1,024 candidates of 15 users"
+LOOK_UP = ("look_up/h100",)
 SUMS = ("scatter", "jax.ops.segment_sum in f32", "one-hot product", "cumulative sums")
 PADDED = ("xla", "xla-padded", "xla-by-hand", "copies")
 BY_HAND = ("xla", "by-hand", "by-hand-one-hot")
-NETWORKS = ("materialised", "materialised-tuned", "hand-optimised")
-SOFTMAX = "cuDNN's softmax, another function"
-GROUPED, REQUEST = "cuDNN, queries grouped by hand", "1,024 candidates of 15 users"
-DRAWN = "drawn"
-GDPA_FILES = ("production-gdpa-h100.json", "production-gdpa-rest-h100.json")
+GROUPED = "cuDNN, queries grouped by hand"
+CUDNN = ("grouped-cudnn", "grouped-cudnn-even", "copies-cudnn", "xla")
+SOFTMAX, SOFTMAXES = "cuDNN's softmax, another function", ("cudnn-softmax",)
+GDPA_FILES = ("production-gdpa-h100", "production-gdpa-rest-h100")
+TOKENS, HSTU_FILES = "100,072 tokens, 512 wide, causal", ("hstu/h200",)
+OF_XLA = "by hand for XLA, cuDNN"
+NETWORKS = (("materialised", "materialised-tuned", "hand-optimised"), "co-designed")
 ROWS = (
+    Row("`look_up`", DRAWN, "XLA's gather", LOOK_UP, "drawn", ("gather",), "ikbo.look_up"),
     Row(
-        "`look_up`", DRAWN, "XLA's gather", ("look_up/h100.json",), ("gather",), ours="ikbo.look_up"
-    ),
-    Row(
-        "its gradient, `segment_sum`",
-        DRAWN,
-        "XLA's fastest of four sums",
-        ("look_up/h100.json",),
-        SUMS,
+        *("its gradient, `segment_sum`", DRAWN, "XLA's fastest of four sums", LOOK_UP, "drawn"),
+        theirs=SUMS,
         ours="ikbo.segment_sum",
     ),
     Row(
-        "linear compression",
-        DRAWN,
-        "XLA, the fastest of four ways",
-        ("production-linear-compression-h100.json",),
-        PADDED,
-        sweep="linear_compression forward",
+        *("linear compression", DRAWN, "XLA, the fastest of four ways"),
+        *(("production-linear-compression-h100",), "linear_compression forward", PADDED),
     ),
     Row(
-        "its gradient",
-        REQUEST,
-        "XLA, by hand",
-        ("linear_compression-gradient-h100.json",),
-        BY_HAND,
-        sweep="ratio",
-        label="70:1",
+        *("its gradient", REQUEST, "XLA, by hand"),
+        *(("linear_compression-gradient-h100",), "ratio 70:1", BY_HAND),
     ),
     Row(
-        "attention",
-        DRAWN,
-        GROUPED,
-        ("production-attention-h100.json",),
-        CUDNN,
-        sweep="attention forward",
+        *("attention", DRAWN, GROUPED),
+        *(("production-attention-h100",), "attention forward", CUDNN),
     ),
     Row(
-        "its gradient",
-        "2,048 keys a user",
-        GROUPED,
-        ("attention-gradient-h100.json",),
-        CUDNN,
-        sweep="s",
-        label="S=2048",
+        *("its gradient", "2,048 keys a user", GROUPED),
+        *(("attention-gradient-h100",), "s S=2048", CUDNN),
+    ),
+    Row("gdpa", DRAWN, SOFTMAX, GDPA_FILES, "gdpa forward", ("cudnn-softmax", "xla")),
+    Row(
+        *("its gradient", "1,152 sequences of 512", SOFTMAX),
+        *(("gdpa-backward-h100",), "full max=512 backward", SOFTMAXES),
     ),
     Row(
-        "gdpa",
-        DRAWN,
-        SOFTMAX,
-        GDPA_FILES,
-        ("cudnn-softmax", "xla"),
-        sweep="gdpa forward",
-    ),
-    Row(
-        "its gradient",
-        "1,152 sequences of 512",
-        SOFTMAX,
-        ("gdpa-backward-h100.json",),
-        ("cudnn-softmax",),
-        sweep="full",
-        label="max=512 backward",
-    ),
-    Row(
-        "8 attention layers of Phoenix",
-        "8 users of 64 candidates, no cap",
-        "cuDNN, padded",
-        ("phoenix/h100.json",),
-        ("cudnn-no-cap",),
+        *("8 attention layers of Phoenix", "8 users of 64 candidates, no cap", "cuDNN, padded"),
+        *(("phoenix/h100",), "one forward", ("cudnn-no-cap",)),
         ours="ikbo-no-cap",
-        sweep="one",
-        label="forward",
     ),
     Row(
-        "5 HSTU layers",
-        "100,072 tokens, 512 wide, causal",
-        SOFTMAX,
-        ("hstu/h200.json",),
-        ("cudnn-softmax",),
-        sweep="default",
-        label="512 wide, 100k tokens, forward",
+        *("5 HSTU layers", TOKENS, SOFTMAX, HSTU_FILES),
+        *("default 512 wide, 100k tokens, forward", SOFTMAXES),
     ),
     Row(
-        "their training step",
-        "the same",
-        SOFTMAX,
-        ("hstu/h200.json",),
-        ("cudnn-softmax",),
-        sweep="default",
-        label="512 wide, 100k tokens, both",
+        *("their training step", "the same", SOFTMAX, HSTU_FILES),
+        *("default 512 wide, 100k tokens, both", SOFTMAXES),
     ),
-    Row(
-        "ranking network",
-        REQUEST,
-        "by hand for XLA, cuDNN",
-        ("ranking-h200.json",),
-        NETWORKS,
-        ours="co-designed",
-        sweep="default",
-    ),
-    Row(
-        "its training step",
-        REQUEST,
-        "by hand for XLA, cuDNN",
-        ("training-h100.json",),
-        NETWORKS,
-        ours="co-designed",
-        sweep="default",
-    ),
+    Row("ranking network", REQUEST, OF_XLA, ("ranking-h200",), "default", *NETWORKS),
+    Row("its training step", REQUEST, OF_XLA, ("training-h100",), "default", *NETWORKS),
 )
 WORDS = (
     "Drawn sizes: geometric means, and the number of sizes at which this library takes more than "
@@ -169,17 +105,12 @@ WORDS = (
 )
 
 
-def _times(point: Record) -> dict[str, float]:
-    """Reads the times of a point by provider, in ms."""
-    return {p["name"]: p["median_ms"] for p in point["providers"] if "median_ms" in p}
-
-
 def _points(row: Row, results: Record) -> list[Record]:
     points = results["points"]
     if results["op"] == "look_up":  # Older files name no sweep.
         drawn = {sizes.label for sizes in look_up.drawn()}
         return [p for p in map(look_up.standard, points) if p["label"] in drawn]
-    return [p for p in points if p["sweep"] == row.sweep and row.label in ("", p["label"])]
+    return [p for p in points if row.points in (p["sweep"], f"{p['sweep']} {p['label']}")]
 
 
 def _duration(ms: float) -> str:
@@ -190,7 +121,11 @@ def _duration(ms: float) -> str:
 
 def cells(row: Row, files: Sequence[Record]) -> tuple[str, ...]:
     """Formats a row of the table; raises ValueError if the files hold none of its times."""
-    times = [_times(point) for results in files for point in _points(row, results)]
+    times = [
+        {p["name"]: p["median_ms"] for p in point["providers"] if "median_ms" in p}
+        for results in files
+        for point in _points(row, results)
+    ]
     pairs = [
         (min(t[n] for n in row.theirs if n in t), t[row.ours])
         for t in times
@@ -214,7 +149,9 @@ def cells(row: Row, files: Sequence[Record]) -> tuple[str, ...]:
 def body(document: str) -> str:
     """Makes the body of the block; its link is relative to `document`."""
     read: dict[str, Any] = {
-        name: json.loads((RESULTS / name).read_text("utf-8")) for row in ROWS for name in row.files
+        name: json.loads((RESULTS / f"{name}.json").read_text("utf-8"))
+        for row in ROWS
+        for name in row.files
     }
     header = ("what", "sizes", "best alternative", "its time", "ikbo-jax", "speed-up", "commit")
     rows = [cells(row, [read[name] for name in row.files]) for row in ROWS]

@@ -4,18 +4,16 @@
     python -m benchmarks.linear_compression --direction backward --out FILE.json
 
 Every figure counts useful FLOPs only: no padding, no copies. "default" runs in every dtype with all
-providers; other sweeps run in the first dtype, with XLA only. Sizes that two sweeps share are timed
-once. Backward, the gradients of both weights and both embeddings for a given cotangent are timed,
-without the forward pass, beside XLA's and beside XLA written by hand. They need twice the useful
-FLOPs of the result.
+versions; other sweeps run in the first dtype, with XLA only. Backward, the gradients of both
+weights and both embeddings for a given cotangent are timed, without the forward pass, beside XLA's
+and beside XLA written by hand. They need twice the useful FLOPs of the result.
 """
 
-import argparse
 import dataclasses
 import functools
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,13 +21,24 @@ import numpy as np
 
 from benchmarks import harness, timing
 from benchmarks.harness import Benchmark, Point
-from benchmarks.production_draws import DRAWS
-from benchmarks.records import OUR_NAME, Record, is_forward, of_ours, ours_at, provider_of
+from benchmarks.production import checked, cotangent
+from benchmarks.production_draws import draw
+from benchmarks.production_providers import Contender
+from benchmarks.records import (
+    OUR_NAME,
+    Record,
+    fastest,
+    is_forward,
+    listed,
+    of_fraction,
+    of_ours,
+    ours_at,
+    provider_of,
+)
 from ikbo_jax._timing import device_time
 from ikbo_jax.cases import linear_compression_backward as backward
 from ikbo_jax.cases.error_rule import Check
-from ikbo_jax.cases.linear_compression import ALIGNED_K, Case, Inputs
-from ikbo_jax.ops.linear_compression import linear_compression
+from ikbo_jax.cases.linear_compression import ALIGNED_K, Case
 from ikbo_jax.problems import LinearCompressionBackwardProblem, LinearCompressionProblem
 from ikbo_jax.tuning import table
 
@@ -59,7 +68,7 @@ GRADIENT_SWEEPS: dict[str, Sequence[tuple[str, dict[str, Any]]]] = {
 NAMES = (*SWEEPS, "dtype", "drawn")
 #: Backward points of "drawn".
 NUM_DRAWN = 20
-DTYPES = ("bfloat16", "float16", "float32")
+DTYPES = ("bfloat16", "float16")
 #: Bar of our fraction at the default point.
 DEFAULT_BAR = 0.82
 #: Bars of our fraction in sweeps relative to the default point: in general, and for B=256.
@@ -73,9 +82,12 @@ GRADIENT_BAR, BY_HAND_BAR = 0.55, 1.0
 NUM_CHECKED = 8
 
 
-def points(sweep: str, dtypes: Sequence[str] = DTYPES[:2]) -> Iterator[Point]:
+def points(sweep: str, direction: str = "forward") -> Iterator[Point]:
     """Yields the points of a sweep; "default" has a point for each dtype."""
-    for dtype in dtypes if sweep == "default" else dtypes[:1]:
+    if direction == "backward":
+        yield from gradient_points(sweep)
+        return
+    for dtype in DTYPES if sweep == "default" else DTYPES[:1]:
         case = Case(dataclasses.replace(DEFAULT, dtype=dtype), "ragged")
         if sweep == "default":
             yield Point(sweep, dtype, case)
@@ -91,7 +103,7 @@ def gradient_points(sweep: str) -> Iterator[Point]:
         yield Point(sweep, label, default, "backward").resized(**sizes)
     rng = np.random.default_rng(4)
     for _ in range(NUM_DRAWN if sweep == "drawn" else 0):
-        s = DRAWS["linear_compression"](rng)
+        s = draw("linear_compression", rng)
         drawn = (s.users, s.batch), (s.k_user, s.k_cand), s.m, s.n, s.dtype
         case = backward.Case(LinearCompressionBackwardProblem(*drawn), s.index)
         yield Point(sweep, s.label, case, "backward")
@@ -104,78 +116,33 @@ def shrink(point: Point) -> Point:
     return point.resized(batches=batches, ks=ks, m=p.m // 8, n=p.n // 8)
 
 
-class Provider(NamedTuple):
-    """One implementation; `fn` is a function of the fields of `Inputs`."""
+# Versions: functions of weights, embeddings and index, each coarsest level first.
 
-    name: str
-    stage: str
-    fn: Callable[..., Any]
+#: Versions by name, each with its description; this library's is the first, and the XLA path next.
+Versions = Mapping[str, tuple[str, Callable[..., jax.Array]]]
 
 
-OURS = Provider(OUR_NAME, "ikbo_jax.linear_compression", Case.contender("automatic"))
-XLA = Provider("xla", "2 decomposed (implementation='xla')", Case.contender("decomposed"))
+OURS = "ikbo_jax.linear_compression", Case.contender("automatic")
+XLA = "2 decomposed (implementation='xla')", Case.contender("decomposed")
 
 
-def all_providers(problem: LinearCompressionProblem) -> list[Provider]:
+def stages(problem: LinearCompressionProblem) -> Versions:
     """Lists every stage and every baseline."""
     words = "1 materialised, with its copies"
     copies, aligned = map(Case.contender, ("materialised", "materialised-aligned"))
-    providers = [
-        Provider("materialised", words, copies),
-        Provider("materialised-aligned", f"{words}, K a multiple of {ALIGNED_K}", aligned),
-        XLA,
-    ]
+    found = {
+        OUR_NAME: OURS,
+        "xla": XLA,
+        "materialised": (words, copies),
+        "materialised-aligned": (f"{words}, K a multiple of {ALIGNED_K}", aligned),
+    }
     for name, stage, is_single in (
         ("fused", "3 fused: broadcast in the epilogue", False),
         ("single-launch", "4 single launch", True),
     ):
         if (config := Case(problem).config(single_launch=is_single)) is not None:
-            providers.append(Provider(name, stage, Case.contender("fused", config)))
-    return [*providers, OURS]
-
-
-def measure_point(
-    point: Point, providers: Sequence[Provider], protocol: harness.Protocol
-) -> dict[str, Any]:
-    """Checks the providers at a point, and times them interleaved with the reference matmul."""
-    problem, case = point.problem, point.case
-    inputs = case.inputs()
-    rows = harness.sample(problem.batches[-1], NUM_CHECKED)
-    exact, bound = case.expected(inputs, rows)
-
-    def compare(out: jax.Array) -> Check:
-        found = np.stack([np.asarray(out[b]) for b in rows]).astype(np.float64)
-        return Check(float(np.abs(found - exact).max()), bound)
-
-    def compiled(provider: Provider) -> harness.Contender:
-        prepared = lambda: (provider.fn, inputs)  # noqa: E731
-        return harness.compile_and_check(provider.name, provider.stage, prepared, compare)
-
-    contenders = list(map(compiled, providers))
-    itemsize = jnp.dtype(problem.dtype).itemsize
-    choice = table.lookup(problem)
-    config = None if choice.config is None else dataclasses.asdict(choice.config)
-    return {
-        "table": {"config": config, "note": choice.reason},
-        "user_result_bytes": problem.batches[0] * problem.m * problem.n * itemsize,
-        **harness.measure(contenders, protocol, problem.useful_flops),
-    }
-
-
-# The gradient: all four gradients, of the weights and of the embeddings, coarsest level first.
-
-Gradient = Callable[[Inputs, jax.Array], tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]]
-
-
-def _by_op(implementation: str | None) -> Gradient:
-    def gradient(inputs: Inputs, cotangent: jax.Array) -> Any:
-        def op(weights: Any, embeddings: Any) -> jax.Array:
-            arguments = Inputs(weights, embeddings, inputs.parents).arguments
-            return linear_compression(*arguments, implementation=implementation)
-
-        return jax.vjp(op, *inputs[:2])[1](cotangent)
-
-    return gradient
+            found[name] = stage, Case.contender("fused", config)
+    return found
 
 
 def _sum_scattered(cotangent: jax.Array, index: jax.Array, users: int) -> jax.Array:
@@ -185,16 +152,12 @@ def _sum_scattered(cotangent: jax.Array, index: jax.Array, users: int) -> jax.Ar
 def _sum_multiplied(cotangent: jax.Array, index: jax.Array, users: int) -> jax.Array:
     """Sums by a one-hot matrix, which spreads a candidate's NaN to all users."""
     is_of_user = jnp.arange(users, dtype=jnp.int32)[:, None] == index[None]
-    return jnp.einsum(
-        "ub,bmn->umn",
-        is_of_user.astype(cotangent.dtype),
-        cotangent,
-        preferred_element_type=jnp.float32,
-    )
+    one_hot = is_of_user.astype(cotangent.dtype)
+    return jnp.einsum("ub,bmn->umn", one_hot, cotangent, preferred_element_type=jnp.float32)
 
 
-def _by_hand(total: Callable[[jax.Array, jax.Array, int], jax.Array]) -> Gradient:
-    """Makes the form that was fastest on an H200: batched products, and transposed copies."""
+def _by_hand(total: Callable[[jax.Array, jax.Array, int], jax.Array]) -> Callable[..., jax.Array]:
+    """Makes the gradient that was fastest on an H200: batched products, and transposed copies."""
 
     def d_embedding(weight: jax.Array, d_result: jax.Array) -> jax.Array:
         weights = jnp.broadcast_to(weight.T, (d_result.shape[0], *weight.T.shape))
@@ -207,71 +170,85 @@ def _by_hand(total: Callable[[jax.Array, jax.Array, int], jax.Array]) -> Gradien
         product = jax.lax.dot_general(lhs, rhs, dimensions, preferred_element_type=jnp.float32)
         return product.astype(embedding.dtype)
 
-    def gradient(inputs: Inputs, cotangent: jax.Array) -> Any:
+    def gradient(inputs: Any, cotangent: jax.Array) -> Any:
         (w_user, w_cand), (e_user, e_cand), (_, index) = inputs
-        assert index is not None
         of_users = total(cotangent, index, e_user.shape[0]).astype(cotangent.dtype)
         d_weights = d_weight(of_users, e_user), d_weight(cotangent, e_cand)
-        return d_weights, (d_embedding(w_user, of_users), d_embedding(w_cand, cotangent))
+        return d_weights, (d_embedding(w_user, of_users), d_embedding(w_cand, cotangent)), None
 
-    return gradient
+    op = jax.custom_vjp(XLA[1])
+    op.defvjp(lambda *inputs: (XLA[1](*inputs), inputs), gradient)
+    return op
 
 
-ONE_HOT = "XLA by hand, sums by a one-hot product"
-#: Providers of the gradient, functions of `Inputs` and cotangent; ours is the last.
-GRADIENTS = (
-    Provider("xla", "implementation='xla'", _by_op("xla")),
-    Provider("by-hand", "XLA by hand, sums scattered", _by_hand(_sum_scattered)),
-    Provider("by-hand-one-hot", ONE_HOT, _by_hand(_sum_multiplied)),
-    Provider(OUR_NAME, OURS.stage, _by_op(None)),
-)
+GRADIENTS: Versions = {
+    OUR_NAME: OURS,
+    "xla": ("implementation='xla'", XLA[1]),
+    "by-hand": ("XLA by hand, sums scattered", _by_hand(_sum_scattered)),
+    "by-hand-one-hot": ("XLA by hand, sums by a one-hot product", _by_hand(_sum_multiplied)),
+}
 BY_HAND = ("by-hand", "by-hand-one-hot")
 
 
-def measure_gradients(
-    point: Point, providers: Sequence[Provider], protocol: harness.Protocol
+def measure_versions(
+    point: Point, versions: Versions, protocol: harness.Protocol
 ) -> dict[str, Any]:
-    """Checks gradients at a point, and times them interleaved; short ones on the device."""
-    *inputs, cotangent = arrays = point.case.inputs()
+    """Checks versions at a point, and times them interleaved with the reference matmul.
 
-    def compiled(provider: Provider) -> harness.Contender:
-        prepared = lambda: (provider.fn, (Inputs(*inputs), cotangent))  # noqa: E731
-        compare = functools.partial(point.case.check, inputs=arrays)
-        return harness.compile_and_check(provider.name, provider.stage, prepared, compare)
-
-    protocol = dataclasses.replace(protocol, short_ms=device_time.SHORT_MS)
-    return harness.measure(list(map(compiled, providers)), protocol, point.case.useful_flops)
-
-
-def _measure_once(point: Point, run: harness.Run) -> dict[str, Any]:
-    """Measures a point, or takes the entry of an earlier point with the same sizes.
-
-    With "quick", one provider of a gradient beside ours.
+    Short gradients are timed on the device.
     """
+    problem, case, is_forward = point.problem, point.case, point.direction == "forward"
+    inputs = case.inputs()
+    weights, embeddings, parents = inputs[:3]
+    if is_forward:
+        batch, rng = problem.batches[-1], np.random.default_rng(0)
+        rows = sorted({0, batch - 1, *rng.integers(0, batch, NUM_CHECKED - 2).tolist()})
+        exact, bound = case.expected(inputs, rows)
+        short_ms = 0.0
+    else:
+        inputs = inputs._replace(cotangent=cotangent(inputs.cotangent.shape, problem.dtype))
+        short_ms = device_time.SHORT_MS
+
+    def compare(_: Contender, results: Sequence[Any]) -> Check:
+        if not is_forward:
+            return case.check(results, inputs)
+        found = np.stack([np.asarray(results[0][b]) for b in rows]).astype(np.float64)
+        return Check(float(np.abs(found - exact).max()), bound)
+
+    makers = [
+        functools.partial(Contender, name, *version, (weights, embeddings), (parents,))
+        for name, version in versions.items()
+    ]
+    contenders = checked(makers, point.direction, compared=compare)
+    protocol = dataclasses.replace(protocol, short_ms=short_ms)
+    return harness.measure(contenders, protocol, case.useful_flops)
+
+
+def measure_point(point: Point, run: harness.Run) -> dict[str, Any]:
+    """Measures all versions at default points and of gradients; else, and with "quick", two."""
+    problem, quick = point.problem, run.options.quick
     if point.direction == "backward":
-        chosen = GRADIENTS[-2:] if run.options.quick else GRADIENTS
-        return measure_gradients(point, chosen, run.protocol)
-    case = (dataclasses.asdict(point.case) | {"direction": point.direction}).items()
-    for known in run.results["points"]:
-        if case <= known.items():
-            providers = [p for p in known["providers"] if p["name"] in (XLA.name, OURS.name)]
-            renamed = {"sweep": point.sweep, "label": point.label, "providers": providers}
-            return {**known, **renamed}
-    if point.sweep != "default" or run.options.quick:
-        return measure_point(point, [XLA, OURS], run.protocol)
-    return measure_point(point, all_providers(point.problem), run.protocol)
+        chosen = {name: GRADIENTS[name] for name in (OUR_NAME, BY_HAND[0])} if quick else GRADIENTS
+        return measure_versions(point, chosen, run.protocol)
+    is_default = point.sweep == "default" and not quick
+    versions = stages(problem) if is_default else {OUR_NAME: OURS, "xla": XLA}
+    choice = table.lookup(problem)
+    config = None if choice.config is None else dataclasses.asdict(choice.config)
+    itemsize = jnp.dtype(problem.dtype).itemsize
+    return {
+        "table": {"config": config, "note": choice.reason},
+        "user_result_bytes": problem.batches[0] * problem.m * problem.n * itemsize,
+        **measure_versions(point, versions, run.protocol),
+    }
 
 
 def _measure_copy(run: harness.Run) -> None:
-    size = timing.COPY_BYTES if jax.default_backend() == "gpu" else 2**22
-    window_s, rounds = run.protocol.window_s, run.protocol.rounds
-    run.results["copy"] = timing.copy_ceiling(size, window_s=window_s, rounds=rounds)
+    run.results["copy"] = timing.copy_ceiling(run.protocol.window_s, run.protocol.rounds)
 
 
 def best_by_hand(point: Record) -> Record | None:
     """Finds the figures of the fastest gradient by hand at a point of a results file."""
-    found = [record for name in BY_HAND if (record := provider_of(point, name)) is not None]
-    return min(found, key=lambda record: float(record["median_ms"]), default=None)
+    return fastest(p for p in point["providers"] if p["name"] in BY_HAND)
 
 
 @of_ours
@@ -281,9 +258,7 @@ def gradient_bars(point: Record, ours: Record, all_points: Sequence[Record]) -> 
         return ""
     relative = ours["median_ms"] / by_hand["median_ms"]
     found = f"{relative:.3f} of the time by hand, bar {BY_HAND_BAR:.2f}"
-    if point["sweep"] == "ratio":
-        found = f"fraction {ours['fraction']:.3f}, bar {GRADIENT_BAR:.2f}; {found}"
-    return found
+    return listed(of_fraction(ours, GRADIENT_BAR if point["sweep"] == "ratio" else None), found)
 
 
 @of_ours
@@ -293,7 +268,7 @@ def bars(point: Record, ours: Record, all_points: Sequence[Record]) -> str:
         return gradient_bars(point)
     xla = provider_of(point, "xla")
     if point["sweep"] == "default":
-        return f"fraction {ours['fraction']:.3f}, bar {DEFAULT_BAR}"
+        return of_fraction(ours, DEFAULT_BAR)
     if point["sweep"] in ("m", "k", "n"):
         if xla is None:
             return ""
@@ -309,28 +284,14 @@ def bars(point: Record, ours: Record, all_points: Sequence[Record]) -> str:
     return f"{relative:.3f} of the default's fraction, bar {sweep_bar}"
 
 
-def _add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--dtype", action="append", choices=DTYPES)
-    harness.add_direction(parser)
-
-
-def _points(options: argparse.Namespace) -> Iterator[Point]:
-    def in_direction(sweep: str, direction: str) -> Iterator[Point]:
-        if direction == "backward":
-            return gradient_points(sweep)
-        return points(sweep, options.dtype or DTYPES[:2])
-
-    return iter(harness.of_directions(in_direction)(options))
-
-
 BENCHMARK = Benchmark(
     "linear_compression",
     NAMES,
-    _points,
+    harness.of_directions(points),
     shrink,
-    _measure_once,
+    measure_point,
     bars,
-    add_options=_add_options,
+    add_options=harness.add_direction,
     prepare=_measure_copy,
 )
 

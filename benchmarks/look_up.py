@@ -22,7 +22,7 @@ import ikbo_jax as ikbo
 from benchmarks import harness
 from benchmarks.harness import Benchmark, Point
 from benchmarks.production_draws import normal
-from benchmarks.records import Record, provider_of
+from benchmarks.records import Record, faster, fastest, provider_of
 from ikbo_jax.cases.error_rule import Check
 from ikbo_jax.problems.look_up import ITEM_BYTES
 
@@ -105,51 +105,46 @@ def shrink(point: Point) -> Point:
     return point.with_case(batch=40, users=min(5, point.case.users), row_bytes=32)
 
 
-def _scatter(sizes: Sizes, values: jax.Array, index: jax.Array) -> jax.Array:
-    zeros = jnp.zeros((sizes.users, sizes.width), values.dtype)
-    return zeros.at[index].add(values, indices_are_sorted=sizes.is_sorted)
-
-
-def _segment_sum(sizes: Sizes, values: jax.Array, index: jax.Array) -> jax.Array:
-    sums = jax.ops.segment_sum(
-        values.astype(jnp.float32), index, sizes.users, indices_are_sorted=sizes.is_sorted
-    )
-    return sums.astype(values.dtype)
-
-
-def _one_hot(sizes: Sizes, values: jax.Array, index: jax.Array) -> jax.Array:
-    one_hot = jax.nn.one_hot(index, sizes.users, dtype=values.dtype)
-    sums = jnp.einsum("bu,bw->uw", one_hot, values, preferred_element_type=jnp.float32)
-    return sums.astype(values.dtype)
-
-
-def _cumulative(sizes: Sizes, values: jax.Array, index: jax.Array) -> jax.Array:
-    if not sizes.is_sorted:
-        order = jnp.argsort(index)
-        values, index = values[order], index[order]
-    sums = jnp.cumsum(values.astype(jnp.float32), axis=0)
-    sums = jnp.concatenate([jnp.zeros_like(sums[:1]), sums])
-    users = jnp.arange(sizes.users + 1, dtype=jnp.int32)
-    ends = jnp.searchsorted(index, users, method="sort")
-    return (sums[ends[1:]] - sums[ends[:-1]]).astype(values.dtype)
-
-
 def providers(sizes: Sizes) -> dict[str, tuple[str, Callable[..., jax.Array]]]:
     """Lists what is timed by name: the op, and a function of rows and index."""
-    sums: dict[str, Any] = {"scatter": _scatter, "jax.ops.segment_sum in f32": _segment_sum}
-    if sizes.batch * sizes.users * ITEM_BYTES[sizes.dtype] <= MOST_ONE_HOT:
-        sums["one-hot product"] = _one_hot
-    if sizes.batch * sizes.width * 4 <= MOST_SUMS:
-        sums["cumulative sums"] = _cumulative
     options: dict[str, Any] = {"indices_are_sorted": sizes.is_sorted}
-    ours = functools.partial(ikbo.segment_sum, num_users=sizes.users, **options)
-    return {
+
+    def scatter(values: jax.Array, index: jax.Array) -> jax.Array:
+        zeros = jnp.zeros((sizes.users, sizes.width), values.dtype)
+        return zeros.at[index].add(values, **options)
+
+    def segment_sum(values: jax.Array, index: jax.Array) -> jax.Array:
+        sums = jax.ops.segment_sum(values.astype(jnp.float32), index, sizes.users, **options)
+        return sums.astype(values.dtype)
+
+    def one_hot(values: jax.Array, index: jax.Array) -> jax.Array:
+        matrix = jax.nn.one_hot(index, sizes.users, dtype=values.dtype)
+        sums = jnp.einsum("bu,bw->uw", matrix, values, preferred_element_type=jnp.float32)
+        return sums.astype(values.dtype)
+
+    def cumulative(values: jax.Array, index: jax.Array) -> jax.Array:
+        if not sizes.is_sorted:
+            order = jnp.argsort(index)
+            values, index = values[order], index[order]
+        sums = jnp.cumsum(values.astype(jnp.float32), axis=0)
+        sums = jnp.concatenate([jnp.zeros_like(sums[:1]), sums])
+        users = jnp.arange(sizes.users + 1, dtype=jnp.int32)
+        ends = jnp.searchsorted(index, users, method="sort")
+        return (sums[ends[1:]] - sums[ends[:-1]]).astype(values.dtype)
+
+    found: dict[str, tuple[str, Callable[..., jax.Array]]] = {
         "gather": ("look_up", lambda user, index: user[index]),
         LOOK_UP: ("look_up", functools.partial(ikbo.look_up, **options)),
         "copy": ("copy", lambda values, index: -values),
-        **{name: ("segment_sum", functools.partial(fn, sizes)) for name, fn in sums.items()},
-        SEGMENT_SUM: ("segment_sum", ours),
+        "scatter": ("segment_sum", scatter),
+        "jax.ops.segment_sum in f32": ("segment_sum", segment_sum),
     }
+    if sizes.batch * sizes.users * ITEM_BYTES[sizes.dtype] <= MOST_ONE_HOT:
+        found["one-hot product"] = "segment_sum", one_hot
+    if sizes.batch * sizes.width * 4 <= MOST_SUMS:
+        found["cumulative sums"] = "segment_sum", cumulative
+    ours = functools.partial(ikbo.segment_sum, num_users=sizes.users, **options)
+    return found | {SEGMENT_SUM: ("segment_sum", ours)}
 
 
 def _index(sizes: Sizes) -> np.ndarray:
@@ -210,21 +205,18 @@ def standard(point: Record) -> Record:
 
 def bars(point: Record, all_points: Any = (), name: str = SEGMENT_SUM) -> str:
     """Formats an op's speed relative to XLA's best, and its fraction of a copy's bandwidth."""
-    ours, copy = provider_of(point, name), provider_of(point, "copy")
-    others = [provider_of(point, "gather")]
-    if name == SEGMENT_SUM:
-        names = (p["name"] for p in point["providers"] if p["name"] not in NO_SUMS)
-        others = [provider_of(point, other) for other in names]
-    timed = [p for p in others if p is not None]
-    if ours is None or copy is None or not timed or name not in (LOOK_UP, SEGMENT_SUM):
+    if name not in (LOOK_UP, SEGMENT_SUM):
         return ""
-    sizes, best = Sizes(**point["problem"]), min(timed, key=lambda p: float(p["median_ms"]))
+    ours, copy = provider_of(point, name), provider_of(point, "copy")
+    names = {p["name"] for p in point["providers"]}.difference(NO_SUMS)
+    names = names if name == SEGMENT_SUM else {"gather"}
+    best = fastest(p for p in point["providers"] if p["name"] in names)
+    if ours is None or copy is None or best is None:
+        return ""
+    sizes = Sizes(**point["problem"])
     copied = 2 * sizes.batch * sizes.row_bytes / copy["median_ms"]
     fraction = sizes.moved / ours["median_ms"] / copied
-    return (
-        f"{best['median_ms'] / ours['median_ms']:.2f} x {best['name']}, "
-        f"{fraction:.2f} of a copy's bandwidth"
-    )
+    return f"{faster(ours, best, best['name'])}, {fraction:.2f} of a copy's bandwidth"
 
 
 BENCHMARK = Benchmark(

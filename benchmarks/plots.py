@@ -15,6 +15,7 @@ from benchmarks import look_up as of_look_up
 from benchmarks import production as of_production
 from benchmarks import tables, timing
 from benchmarks import tables_networks as networks
+from benchmarks.production_draws import KINDS
 from benchmarks.records import OUR_NAME, Record, forward, points_of, provider_of
 
 #: Panels of linear compression's plot over sizes: sweep, label of its horizontal axis.
@@ -112,9 +113,11 @@ def curves(
         curve(axis, [provider_of(point, name) for point in points], value, label=words)
 
 
-def attention(results: Record, path: pathlib.Path) -> None:
+def attention(results: Record, path: pathlib.Path) -> bool:
     """Plots the fraction of the matmul over S, with a curve for every provider."""
     points = points_of(forward(results), "s")
+    if not points:
+        return False
     with saved(path, size=(8, 4.5)) as (figure, (axis,)):
         timed = [
             (name, words)
@@ -127,12 +130,15 @@ def attention(results: Record, path: pathlib.Path) -> None:
         axis.set_ylabel("fraction of the sustained matmul")
         axis.set_ylim(bottom=0)
         legend_below(figure, axis, 2)
+    return True
 
 
-def linear_compression_stages(results: Record, path: pathlib.Path) -> None:
+def linear_compression_stages(results: Record, path: pathlib.Path) -> bool:
     """Draws a bar for the time of every stage at the default point."""
-    point = points_of(results, "default")[0]
-    timed = [(words, provider_of(point, name)) for name, words in tables.STAGES]
+    points = points_of(forward(results), "default")
+    if not points:
+        return False
+    timed = [(words, provider_of(points[0], name)) for name, words in tables.STAGES]
     bars = [(words, record["median_ms"]) for words, record in timed if record is not None]
     with saved(path, size=(9, 0.8 + 0.45 * len(bars))) as (_, (axes,)):
         drawn = axes.barh([words for words, _ in bars], [ms for _, ms in bars], color="#4c72b0")
@@ -140,12 +146,15 @@ def linear_compression_stages(results: Record, path: pathlib.Path) -> None:
         axes.invert_yaxis()
         axes.spines[["top", "right"]].set_visible(False)
         axes.set_xlabel(f"ms on {results['environment']['device']}; less is better")
+    return True
 
 
-def linear_compression_sweeps(results: Record, path: pathlib.Path) -> None:
+def linear_compression_sweeps(results: Record, path: pathlib.Path) -> bool:
     """Plots the fraction of the matmul over sizes, with a panel for every measured sweep."""
     results = forward(results)
     names = [sweep for sweep in PANELS if points_of(results, sweep)]
+    if not names:
+        return False
     columns = min(3, len(names))
     rows = -(-len(names) // columns)
     providers = ((OUR_NAME, "ikbo-jax"), ("xla", "ikbo-jax in XLA (decomposed)"))
@@ -166,17 +175,15 @@ def linear_compression_sweeps(results: Record, path: pathlib.Path) -> None:
         figure.supylabel("fraction of the sustained matmul")
         figure.suptitle(f"linear compression on {results['environment']['device']}")
         legend_below(figure, panels[0], 2)
+    return True
 
 
-def gdpa_points(results: Record) -> list[Record]:
-    """Selects the points of the plot over the largest length: forward or backward."""
-    sweeps = of_gdpa.LENGTH_SWEEPS
-    return [p for p in results["points"] if p["sweep"] in sweeps and p["direction"] != "both"]
-
-
-def gdpa(results: Record, path: pathlib.Path) -> None:
+def gdpa(results: Record, path: pathlib.Path) -> bool:
     """Plots our fraction over the largest length, a panel a direction; bars are dotted."""
-    points = gdpa_points(results)
+    every, sweeps = results["points"], of_gdpa.LENGTH_SWEEPS
+    points = [p for p in every if p["sweep"] in sweeps and p["direction"] != "both"]
+    if not points:
+        return False
     directions = [d for d in of_gdpa.DIRECTIONS if any(p["direction"] == d for p in points)]
     size = (4.5 * len(directions) if len(directions) > 1 else 7, 4.5)
     with saved(path, len(directions), size=size, sharey=True) as (figure, row):
@@ -200,11 +207,14 @@ def gdpa(results: Record, path: pathlib.Path) -> None:
         row[0].set_ylabel("fraction of the sustained matmul")
         legend_below(figure, row[0], min(2, len(directions)))
         figure.suptitle(f"{results['environment']['device']}; dotted: target")
+    return True
 
 
-def ranking(results: Record, path: pathlib.Path, sweep: str) -> None:
+def ranking(results: Record, path: pathlib.Path, sweep: str) -> bool:
     """Plots latency and memory of the versions of the ranking network over a sweep."""
     points = points_of(results, sweep)
+    if not points:
+        return False
     with saved(path, 2, size=(9, 4.2)) as (figure, panels):
         panels = list(panels)
         curves(panels[0], points, networks.SWEPT, itemgetter("median_ms"))
@@ -218,15 +228,18 @@ def ranking(results: Record, path: pathlib.Path, sweep: str) -> None:
             plain_log_scale(axis)
         legend_below(figure, panels[0], 2)
         figure.suptitle(f"ranking network on {results['environment']['device']}")
+    return True
 
 
-def scaling(results: Record, path: pathlib.Path) -> None:
+def scaling(results: Record, path: pathlib.Path) -> bool:
     """Plots the speed-up over the number of devices."""
-    in_one_process = [point for point in results["points"] if "processes" not in point]
-    modes = dict.fromkeys(point["mode"] for point in in_one_process)
+    every = [point for point in results["points"] if "processes" not in point]
+    modes = dict.fromkeys(point["mode"] for point in every)
+    if not modes:
+        return False
     with saved(path, len(modes), size=(9, 4.2), sharey=True) as (figure, panels):
         for axis, mode in zip(panels, modes, strict=True):
-            found = [point for point in in_one_process if point["mode"] == mode]
+            found = [point for point in every if point["mode"] == mode]
             devices = sorted({point["devices"] for point in found})
             for colour, (sweep, words) in enumerate(networks.SCALED.items()):
                 points = [point for point in found if point["sweep"] == sweep]
@@ -244,14 +257,17 @@ def scaling(results: Record, path: pathlib.Path) -> None:
         panels[0].set_ylabel("speed-up")
         legend_below(figure, panels[0], 5)
         figure.suptitle(f"several devices: {results['environment']['device']}")
+    return True
 
 
-def production(results: Record, path: pathlib.Path) -> None:
+def production(results: Record, path: pathlib.Path) -> bool:
     """Plots fraction and speed-up of every drawn point over its roofline."""
     compared = of_production.compared(results["points"])
+    if not compared:
+        return False
     with saved(path, 2, size=(9, 4.2)) as (figure, panels):
         by_fraction, by_speedup = panels
-        for op in of_production.DRAWS:
+        for op in KINDS:
             found = [(ratio, p) for ratio, p in compared if p["sweep"].startswith(op)]
             if not found:
                 continue
@@ -269,11 +285,12 @@ def production(results: Record, path: pathlib.Path) -> None:
         for axis in (by_fraction, by_speedup):
             axis.set_xscale("log")
             axis.set_xlabel("roofline, ms")
-        legend_below(figure, by_fraction, len(of_production.DRAWS))
+        legend_below(figure, by_fraction, len(KINDS))
         figure.suptitle(f"drawn workloads: {results['environment']['device']}")
+    return True
 
 
-def look_up(results: Record, path: pathlib.Path) -> None:
+def look_up(results: Record, path: pathlib.Path) -> bool:
     """Plots bandwidth over a row's bytes, beside XLA's, without hot users."""
     found = map(of_look_up.standard, results["points"])
     points = [point for point in found if not point["problem"]["is_hot"]]
@@ -296,3 +313,4 @@ def look_up(results: Record, path: pathlib.Path) -> None:
             axis.set(title=title, xlabel="bytes of a row", xscale="log", yscale="log")
             axis.legend(fontsize="small")
         axes[0].set_ylabel("TB/s, read and written")
+    return True

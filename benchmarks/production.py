@@ -19,29 +19,24 @@ import functools
 import itertools
 import math
 import pathlib
-import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from benchmarks import harness, timing
 from benchmarks.harness import Point
-from benchmarks.production_draws import DRAWS, SWEEPS, normal, shapes, shrink
+from benchmarks.production_draws import SWEEPS, CompressionShape, normal, shapes, shrink
 from benchmarks.production_providers import TOLERANCE, Contender, contenders
-from benchmarks.records import OUR_NAME, Record, format_table, of_ours, points_of, provider_of
+from benchmarks.records import OUR_NAME, Record, faster, fastest, format_table, of_ours, provider_of
 from ikbo_jax._timing import device_time
 from ikbo_jax._timing.programs import UNTIMED_ON_GPU
-from ikbo_jax.cases import error_rule
+from ikbo_jax.cases import case, error_rule
 from ikbo_jax.cases.error_rule import Check
 
-#: Useful FLOPs of the forward pass with all gradients, relative to the forward pass: gradients
-#: take five products for its two (for linear compression four for two). They read and write every
-#: array of the forward pass and its gradient once.
-PRODUCTS = dict.fromkeys(DRAWS, harness.ATTENTION_WORK["both"]) | {"linear_compression": 3.0}
 #: Beyond this ratio, tuned GEMMs would not make an alternative the best.
 FAR = 8.0
 #: Most calls of a rough timing, and seconds after which no further one is started.
@@ -50,8 +45,6 @@ CALLS, CALLS_S = 5, 0.3
 #: choices, which processes share: no other program may take these GEMMs for the fastest.
 UNTIMED = {**UNTIMED_ON_GPU, "xla_gpu_per_fusion_autotune_cache_dir": ""}
 _compare = jax.jit(error_rule.compare)
-#: Bytes of the array whose copy measures the bandwidth.
-COPY_BYTES = 2**30
 #: Largest time relative to the best alternative.
 SLOWEST_BAR = 1.03
 #: Number of points in the table of the slowest ones.
@@ -81,10 +74,16 @@ def points(options: argparse.Namespace) -> list[Point]:
 
 
 def work(point: Point) -> tuple[float, float]:
-    """Counts the useful FLOPs and the bytes of a point."""
+    """Counts the useful FLOPs and the bytes of a point.
+
+    Gradients of attention take five products for its two, of linear compression four for two. With
+    the forward pass, they read and write each of its arrays, and the array's gradient, once.
+    """
     if point.direction == "forward":
         return point.case.flops, point.case.num_bytes
-    return point.case.flops * PRODUCTS[point.case.op], 2.0 * point.case.num_bytes
+    is_compression = isinstance(point.case, CompressionShape)
+    factor = 3.0 if is_compression else harness.ATTENTION_WORK["both"]
+    return point.case.flops * factor, 2.0 * point.case.num_bytes
 
 
 # Contenders, compiled and checked
@@ -109,34 +108,27 @@ def in_direction(contender: Contender, direction: str) -> tuple[Callable[..., An
     finished, pull = jax.vjp(contender.finish, out)
     (d_out,) = pull(cotangent(finished.shape, finished.dtype))
     number = len(contender.args)
+
+    def vjp(*inputs: Any) -> tuple[Any, Callable[..., Any]]:
+        integers = inputs[number:]
+        return jax.vjp(lambda *args: contender.fn(*args, *integers), *inputs[:number])
+
+    def with_gradients(d_out: Any, *inputs: Any) -> Any:
+        out, pull = vjp(*inputs)
+        return (out, *pull(d_out))
+
     if direction == "both":
-        return functools.partial(_with_gradients, contender.fn, number), (d_out, *inputs)
-    gradient = jax.jit(lambda *inputs: _vjp(contender.fn, number, *inputs)[1])(*inputs)
+        return with_gradients, (d_out, *inputs)
+
     # What the forward pass leaves contains copies of the inputs, which would not fit in memory for
     # all contenders: replace them by the inputs.
-    gradient = jax.tree.map(functools.partial(_equal_array, jax.tree.leaves(inputs)), gradient)
+    def original(array: jax.Array) -> jax.Array:
+        arrays = jax.tree.leaves(inputs)
+        alike = (x for x in arrays if (x.shape, x.dtype) == (array.shape, array.dtype))
+        return next((x for x in alike if bool(jnp.array_equal(x, array))), array)
+
+    gradient = jax.tree.map(original, jax.jit(lambda *inputs: vjp(*inputs)[1])(*inputs))
     return lambda gradient, d_out: gradient(d_out), (gradient, d_out)
-
-
-def _equal_array(arrays: Sequence[jax.Array], array: jax.Array) -> jax.Array:
-    """Returns the first of `arrays` that equals `array`; `array` if none does."""
-    alike = (x for x in arrays if (x.shape, x.dtype) == (array.shape, array.dtype))
-    return next((x for x in alike if bool(jnp.array_equal(x, array))), array)
-
-
-def _vjp(fn: Callable[..., Any], number: int, *inputs: Any) -> tuple[Any, Callable[..., Any]]:
-    """Computes `jax.vjp` with respect to the first `number` inputs."""
-    integers = inputs[number:]
-    return jax.vjp(lambda *args: fn(*args, *integers), *inputs[:number])
-
-
-def _with_gradients(fn: Callable[..., Any], number: int, d_out: Any, *inputs: Any) -> Any:
-    out, pull = _vjp(fn, number, *inputs)
-    return (out, *pull(d_out))
-
-
-def _as_float32(x: jax.Array) -> jax.Array:
-    return x.astype(jnp.float32) if jnp.issubdtype(x.dtype, jnp.floating) else x
 
 
 def exact_results(contender: Contender, direction: str) -> list[jax.Array]:
@@ -146,7 +138,7 @@ def exact_results(contender: Contender, direction: str) -> list[jax.Array]:
     fn, args = in_direction(contender, "both" if is_backward else direction)
     options = UNTIMED if jax.default_backend() == "gpu" else None
     with jax.default_matmul_precision("highest"):
-        found = jax.jit(fn, compiler_options=options)(*map(_as_float32, args))
+        found = jax.jit(fn, compiler_options=options)(*case.widened(args))
     return list(found[is_backward:])
 
 
@@ -166,16 +158,7 @@ def compare(
         # On the device: NumPy takes seconds of processor time for a gradient of 100 million values.
         error, largest = map(float, _compare(actual, truth))
         checks.append(Check(error, tolerance * largest))
-    return max(checks, key=ratio)
-
-
-def ratio(check: Check) -> float:
-    """Divides the error by its bound; 0 by 0 is 0, and NaN counts as infinite."""
-    if math.isnan(check.error):
-        return math.inf
-    if not check.bound:  # zeros are expected
-        return 0.0 if check.ok else math.inf
-    return check.error / check.bound
+    return case.nearest(checks)
 
 
 def checked(
@@ -195,8 +178,21 @@ def checked(
     def by_xla(contender: Contender, results: Sequence[Any]) -> Check:
         return compare(contender, direction, exact, results)
 
-    check = functools.partial(_checked, direction, compared or by_xla)
-    found, fastest = {}, None
+    def check(contender: Contender, options: Any = None) -> harness.Contender:
+        found = harness.compile_and_check(
+            contender.name,
+            contender.stage,
+            lambda: in_direction(contender, direction),
+            functools.partial(compared or by_xla, contender),
+            options,
+            OF_THIS_LIBRARY.get(contender.name, why_not_run),
+        )
+        if contender.other:
+            found.record["note"] = f"another function: {contender.other}"
+        return found
+
+    found: dict[int, harness.Contender] = {}
+    fastest: list[float] = []
     # The XLA path comes last: it is seldom the best, and its GEMMs are many.
     for number in (0, *range(2, len(makers)), 1)[: len(makers)]:
         try:
@@ -205,48 +201,17 @@ def checked(
             record = {"name": makers[number].__name__.replace("_", "-"), "stage": "-"}
             found[number] = harness.Contender(record | why_not_run(failure))
             continue
-        if far < math.inf and contender.is_xla and fastest is not None:
+        if contender.is_xla and fastest:
             found[number] = check(contender, UNTIMED)
-            if _is_far(found[number], fastest, far):
+            ms = rough_ms(found[number].thunk) if "error" in found[number].record else 0.0
+            if ms > far * min(fastest):
+                words = f"GEMMs not tuned: {ms:.3g} ms beside {min(fastest):.3g} ms of another"
+                found[number].record["note"] = words
                 continue
         found[number] = check(contender)
         if far < math.inf and number and found[number].record.get("ok"):
-            rivals = [found[number]] if fastest is None else [fastest, found[number]]
-            times = by_turns_ms(*(rival.thunk for rival in rivals))
-            fastest = rivals[times.index(min(times))]
+            fastest.append(rough_ms(found[number].thunk))
     return [found[number] for number in range(len(makers))]
-
-
-def _checked(
-    direction: str,
-    compared: Callable[[Contender, Sequence[Any]], Check],
-    contender: Contender,
-    options: Mapping[str, Any] | None = None,
-) -> harness.Contender:
-    """Compiles a contender with XLA's `options`, and checks its results."""
-    found = harness.compile_and_check(
-        contender.name,
-        contender.stage,
-        lambda: in_direction(contender, direction),
-        functools.partial(compared, contender),
-        options,
-        OF_THIS_LIBRARY.get(contender.name, why_not_run),
-    )
-    if contender.other:
-        found.record["note"] = f"another function: {contender.other}"
-    return found
-
-
-def _is_far(contender: harness.Contender, fastest: harness.Contender, far: float) -> bool:
-    """Returns whether a contender without tuned GEMMs is far from the best; notes it if so."""
-    if "error" not in contender.record:
-        return False
-    ms, other_ms = by_turns_ms(contender.thunk, fastest.thunk)
-    if ms > far * other_ms:
-        other = fastest.record["name"]
-        words = f"GEMMs not tuned: {ms:.3g} ms beside {other_ms:.3g} ms of {other}"
-        contender.record["note"] = words
-    return ms > far * other_ms
 
 
 def why_not_run(failure: Exception) -> dict[str, str]:
@@ -258,18 +223,14 @@ def why_not_run(failure: Exception) -> dict[str, str]:
 OF_THIS_LIBRARY = {OUR_NAME: harness.why_not_run, "xla": harness.why_too_large}
 
 
-def by_turns_ms(*thunks: Callable[[], Any]) -> list[float]:
-    """Times the fastest of a few calls of each function in ms; the functions take turns."""
-    times: list[list[float]] = [[] for _ in thunks]
-    begin = time.perf_counter()
-    for turn in range(CALLS):
-        if turn and time.perf_counter() - begin > CALLS_S:
-            break
-        for thunk, found in zip(thunks, times, strict=True):
-            start = time.perf_counter()
-            jax.block_until_ready(thunk())
-            found.append(1e3 * (time.perf_counter() - start))
-    return [min(found) for found in times]
+def rough_ms(thunk: Callable[[], Any]) -> float:
+    """Times the fastest of a few calls in ms."""
+    begin, times = time.perf_counter(), list[float]()
+    while not times or len(times) < CALLS and time.perf_counter() - begin < CALLS_S:
+        start = time.perf_counter()
+        jax.block_until_ready(thunk())
+        times.append(1e3 * (time.perf_counter() - start))
+    return min(times)
 
 
 # Measuring
@@ -281,19 +242,18 @@ def measure_versions(
     run: harness.Run,
     flops: float,
     quick: int,
+    short_ms: float = 0.0,
 ) -> dict[str, Any]:
     """Checks versions, and times them by turns; with the option "quick", the first `quick`."""
     found = checked([*makers][: quick if run.options.quick else None], point.direction)
-    return harness.measure(found, run.protocol, flops)
+    return harness.measure(found, dataclasses.replace(run.protocol, short_ms=short_ms), flops)
 
 
 def ceilings(run: harness.Run) -> tuple[float, float]:
     """Measures the TB/s of a copy, and the milliseconds of an empty kernel."""
-    size = COPY_BYTES if jax.default_backend() == "gpu" else 2**20
-    window_s, rounds = run.protocol.window_s, run.protocol.rounds
     nothing = jnp.zeros((), jnp.float32)
     empty = device_time.measure(jax.jit(lambda x: x + 1).lower(nothing).compile(), nothing)
-    copy = timing.copy_ceiling(size, window_s=window_s, rounds=rounds)
+    copy = timing.copy_ceiling(run.protocol.window_s, run.protocol.rounds)
     return copy["tb_per_s"], 0.0 if empty is None else empty.ms
 
 
@@ -319,69 +279,26 @@ def measure_point(point: Point, run: harness.Run) -> dict[str, Any]:
 
 def alternative(point: Record) -> Record | None:
     """Finds the fastest contender besides this library; None if none could run."""
-    timed = [p for p in point["providers"] if p["name"] != OUR_NAME and "median_ms" in p]
-    return min(timed, key=lambda p: float(p["median_ms"]), default=None)
+    return fastest(p for p in point["providers"] if p["name"] != OUR_NAME)
 
 
-def alternative_name(point: Record) -> str:
-    """Names the fastest contender besides this library; "-" if none could run."""
-    other = alternative(point)
-    return "-" if other is None else str(other["name"])
-
-
-def speedup(point: Record) -> float | None:
-    """Divides the best alternative's time by this library's; None if either is missing."""
-    ours, other = provider_of(point, OUR_NAME), alternative(point)
-    if ours is None or other is None:
-        return None
-    return float(other["median_ms"]) / float(ours["median_ms"])
+def compared(points: Sequence[Record]) -> list[tuple[float, Record]]:
+    """Lists points with this library's speed relative to the best alternative, slowest first."""
+    found = []
+    for point in points:
+        ours, other = provider_of(point, OUR_NAME), alternative(point)
+        if ours is not None and other is not None:
+            found.append((float(other["median_ms"]) / float(ours["median_ms"]), point))
+    return sorted(found, key=lambda pair: pair[0])
 
 
 @of_ours
 def bars(point: Record, ours: Record, all_points: Sequence[Record]) -> str:
     """Formats the best alternative of a point, and this library's speed relative to it."""
-    if (ratio := speedup(point)) is None:
+    if (other := alternative(point)) is None:
         return ""
-    slow = f", bar {1 / SLOWEST_BAR:.2f}" if ratio < 1 / SLOWEST_BAR else ""
-    return f"{ratio:.2f} x {alternative_name(point)}{slow}"
-
-
-class Means(NamedTuple):
-    """Geometric means of a sweep: of fractions of the roofline and of speeds, with their bars.
-
-    `compared` is the sweep's part of the function of this name; `slower` counts points below
-    `SLOWEST_BAR`.
-    """
-
-    sweep: str
-    compared: list[tuple[float, Record]]
-    fraction: float
-    speedup: float
-    slower: int
-    bars: tuple[float | None, float]
-
-
-def compared(points: Sequence[Record]) -> list[tuple[float, Record]]:
-    """Lists points with this library's speed relative to the best alternative, slowest first."""
-    found = [(ratio, p) for p in points if (ratio := speedup(p)) is not None]
-    return sorted(found, key=lambda pair: pair[0])
-
-
-def means(results: Record) -> Iterator[Means]:
-    """Yields every sweep that has points with an alternative."""
-    for sweep in SWEEPS:
-        found = compared(points_of(results, sweep))
-        if not found:
-            continue
-        ours = [record for _, p in found if (record := provider_of(p, OUR_NAME)) is not None]
-        yield Means(
-            sweep,
-            found,
-            statistics.geometric_mean(float(record["fraction"]) for record in ours),
-            statistics.geometric_mean(ratio for ratio, _ in found),
-            sum(ratio < 1 / SLOWEST_BAR for ratio, _ in found),
-            MEAN_BARS[sweep.split()[0]],
-        )
+    is_slow = other["median_ms"] / ours["median_ms"] < 1 / SLOWEST_BAR
+    return faster(ours, other, other["name"], round(1 / SLOWEST_BAR, 2) if is_slow else None)
 
 
 def _add_options(parser: argparse.ArgumentParser) -> None:

@@ -6,10 +6,9 @@ choice with weights says otherwise, and are drawn again while the workload's arr
 """
 
 import dataclasses
-import functools
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -74,8 +73,6 @@ class AttentionShape:
     the users' histories have lengths in 1..S.
     """
 
-    op: ClassVar[str] = "attention"
-
     batch: int
     users: int
     q_len: int
@@ -135,17 +132,8 @@ class AttentionShape:
 
 
 @dataclasses.dataclass(frozen=True)
-class FewQueriesShape(AttentionShape):
-    """Target attention in which a user has few queries or few keys, as in training."""
-
-    op: ClassVar[str] = "few_queries"
-
-
-@dataclasses.dataclass(frozen=True)
 class CompressionShape:
     """Linear compression of candidates' and users' embeddings."""
-
-    op: ClassVar[str] = "linear_compression"
 
     batch: int
     users: int
@@ -185,8 +173,6 @@ class GdpaShape:
     1..64), the same for queries and keys; "pffn": log-normal queries, `longest` keys; "pma":
     `longest` seeds as queries of every sequence, log-normal keys.
     """
-
-    op: ClassVar[str] = "gdpa"
 
     batch: int
     lengths: str
@@ -260,12 +246,15 @@ def attention_shape(rng: Generator) -> AttentionShape:
     return AttentionShape(batch, users, q_len, kv_len, heads, **_of_both(rng, heads, HEAD_DIMS))
 
 
-def few_queries_shape(rng: Generator) -> FewQueriesShape:
-    """Draws T in 1..16, S in 64..4,096, 1 to 10,000 candidates a user, H = 64 or 128."""
+def few_queries_shape(rng: Generator) -> AttentionShape:
+    """Draws T in 1..16, S in 64..4,096, 1 to 10,000 candidates a user, H = 64 or 128.
+
+    A user has few queries or few keys, as in training.
+    """
     batch, heads = _log_uniform(rng, 64, 16_384), _choice(rng, HEADS)
     users, q_len = max(1, batch // _log_uniform(rng, 1, 10_000)), _log_uniform(rng, 1, 16)
     sizes = batch, users, q_len, _log_uniform(rng, 64, 4096), heads
-    return FewQueriesShape(*sizes, **_of_both(rng, heads, {64: 0.5, 128: 0.5}))
+    return AttentionShape(*sizes, **_of_both(rng, heads, {64: 0.5, 128: 0.5}))
 
 
 def compression_shape(rng: Generator) -> CompressionShape:
@@ -296,23 +285,26 @@ def gdpa_shape(rng: Generator) -> GdpaShape:
     return GdpaShape(batch, kind, longest, heads, head_dim, dtype, activation)
 
 
-def _within_limits(draw: Callable[[Generator], Shape], rng: Generator) -> Shape:
-    while (shape := draw(rng)).num_bytes > MAX_BYTES or shape.flops > MAX_FLOPS:
+#: Functions that draw one workload, by op.
+KINDS: dict[str, Callable[[Generator], Shape]] = {
+    "attention": attention_shape,
+    "linear_compression": compression_shape,
+    "gdpa": gdpa_shape,
+    "few_queries": few_queries_shape,
+}
+
+
+def draw(op: str, rng: Generator) -> Any:
+    """Draws one workload within the limits."""
+    while (shape := KINDS[op](rng)).num_bytes > MAX_BYTES or shape.flops > MAX_FLOPS:
         pass
     return shape
 
 
-#: Functions that take a NumPy generator and draw one workload, by op.
-DRAWS: dict[str, Callable[[Generator], Any]] = {
-    "attention": functools.partial(_within_limits, attention_shape),
-    "linear_compression": functools.partial(_within_limits, compression_shape),
-    "gdpa": functools.partial(_within_limits, gdpa_shape),
-    "few_queries": functools.partial(_within_limits, few_queries_shape),
-}
 #: What is timed of an op; without "few_queries forward": these sizes are drawn for training.
 SWEEPS = tuple(
     sweep
-    for op in DRAWS
+    for op in KINDS
     for direction in ("forward", "both")
     if (sweep := f"{op} {direction}") != "few_queries forward"
 )
@@ -320,8 +312,8 @@ SWEEPS = tuple(
 
 def shapes(op: str, number: int, seed: int = 0) -> list[Shape]:
     """Draws workloads of an op; a larger number or another seed adds new ones."""
-    rng = np.random.default_rng([seed, list(DRAWS).index(op)])
-    return [DRAWS[op](rng) for _ in range(number)]
+    rng = np.random.default_rng([seed, list(KINDS).index(op)])
+    return [draw(op, rng) for _ in range(number)]
 
 
 def shrink(shape: Any) -> Any:

@@ -62,9 +62,14 @@ Library = Callable[[], Callable[..., jax.Array]]
 def padding(offsets: jax.Array, total: int, longest: int) -> tuple[Move, Move]:
     """Makes functions that pad the sequences at `offsets` of `total` rows, and the reverse.
 
-    Both are gathers, and so are their derivatives.
+    Both are gathers, and so are their derivatives. As many rows as slots: nothing moves.
     """
     batch = offsets.size - 1
+    if total == batch * longest:
+        return (
+            lambda x: x.reshape(batch, longest, *x.shape[1:]),
+            lambda x: x.reshape(total, *x.shape[2:]),
+        )
     column = jnp.arange(longest, dtype=jnp.int32)
     is_row = column[None] < (offsets[1:] - offsets[:-1])[:, None]
     # The row of every slot [batch · longest], and the slot of every row [total].
@@ -89,6 +94,50 @@ def cudnn() -> Callable[..., jax.Array]:
     if jax.default_backend() != "gpu":
         raise NotImplementedError(f"cuDNN needs a GPU, but this is a {jax.default_backend()}")
     return functools.partial(jax.nn.dot_product_attention, implementation="cudnn")
+
+
+def softmax(library: Library = cudnn) -> Callable[..., jax.Array]:
+    """Returns a library's softmax attention, of query, key and value and of both lengths or none.
+
+    Raises NotImplementedError if the library cannot run here.
+    """
+    by_library = library()
+
+    def attend(query: Any, key: Any, value: Any, *lengths: Any) -> jax.Array:
+        names = ("query_seq_lengths", "key_value_seq_lengths")[: len(lengths)]
+        with jax.numpy_dtype_promotion("standard"):
+            options = dict(zip(names, lengths, strict=True))
+            found: jax.Array = by_library(query, key, value, **options)
+        return found
+
+    return attend
+
+
+def padded(
+    attend: Callable[..., jax.Array], longest_q: int, longest_kv: int
+) -> Callable[..., jax.Array]:
+    """Makes attention between jagged sequences of `attend`, of padded ones.
+
+    It takes query, key and value [rows, N, H], and the offsets of queries, None if all sequences
+    have the same queries, and of keys. `attend` also gets the lengths, unless all rows count.
+    """
+
+    def run(query: Any, key: Any, value: Any, cu_q: Any, cu_kv: Any, *_: Any) -> jax.Array:
+        pad, unpad = padding(cu_kv, key.shape[0], longest_kv)
+        arrays = pad(key), pad(value)
+        lengths, batch = cu_kv[1:] - cu_kv[:-1], cu_kv.size - 1
+        is_full = key.shape[0] == batch * longest_kv
+        if cu_q is None:
+            every = jnp.full_like(lengths, longest_q)
+            query = jnp.broadcast_to(query, (batch, *query.shape))
+            out = attend(query, *arrays, *(() if is_full else (every, lengths)))
+            return out.reshape(-1, *out.shape[2:])
+        is_full = is_full and query.shape[0] == batch * longest_q
+        both = () if is_full else (cu_q[1:] - cu_q[:-1], lengths)
+        pad, unpad = padding(cu_q, query.shape[0], longest_q)
+        return unpad(attend(pad(query), *arrays, *both))
+
+    return run
 
 
 def _added_tolerance(cand_to_user: np.ndarray) -> float:

@@ -19,7 +19,7 @@ import numpy as np
 
 from benchmarks import harness
 from benchmarks.harness import Benchmark, Point
-from benchmarks.records import Record, describe_all, provider_of
+from benchmarks.records import Record, describe_all, faster, listed, provider_of
 from ikbo_jax.cases import ranking as cases
 from ikbo_jax.cases.error_rule import Check
 from ikbo_jax.models import ranking
@@ -37,18 +37,20 @@ RATIO = 70
 COPIES_BAR, BY_HAND_BAR, REWRITE_BAR, MEMORY_BAR = 3.0, 1.25, 1.05, 0.25
 
 
-class Provider(NamedTuple):
-    """One version of the network; `options` are XLA's for its program.
+class Version(NamedTuple):
+    """One version of a network; `options` are XLA's for its program.
 
-    `make` takes the largest number of candidates of one user and returns a function of parameters
-    and request. `prepare` makes the function's parameters of the network's before the timing.
+    `make` takes sizes and returns a function of parameters and inputs, or raises
+    NotImplementedError with the reason. `prepare` makes the function's parameters of the network's
+    before the timing. With `is_other`, it is another function, whose results are not checked.
     """
 
     name: str
     stage: str
-    make: Callable[[int], Callable[..., jax.Array]]
+    make: Callable[[Any], Callable[..., jax.Array]]
     prepare: Callable[[Any], Any] | None = None
     options: dict[str, Any] | None = None
+    is_other: bool = False
 
     def inputs(self, inputs: tuple[Any, ranking.Request]) -> tuple[Any, ranking.Request]:
         if self.prepare is None:
@@ -56,27 +58,28 @@ class Provider(NamedTuple):
         return jax.block_until_ready(jax.jit(self.prepare)(inputs[0])), inputs[1]
 
 
-COPIES = Provider("materialised", "users copied to candidates", lambda most: ranking.materialised)
+def _hand_optimised(sizes: Sizes) -> Callable[..., jax.Array]:
+    most = int(ranking.candidate_counts(sizes).max())
+    return functools.partial(ranking.hand_optimised, most=most)
+
+
+COPIED = "users copied to candidates"
 TUNED_COPIES = functools.partial(ranking.materialised, tuned=True)
-STAGE = "users copied to candidates, K aligned, cuDNN"
-TUNED = Provider("materialised-tuned", STAGE, lambda most: TUNED_COPIES)
-BY_HAND = Provider(
-    "hand-optimised",
-    "decomposed and folded by hand in XLA, cuDNN",
-    lambda most: functools.partial(ranking.hand_optimised, most=most),
+COPIES = Version("materialised", COPIED, lambda _: ranking.materialised)
+TUNED = Version("materialised-tuned", f"{COPIED}, K aligned, cuDNN", lambda _: TUNED_COPIES)
+BY_HAND = Version("hand-optimised", "decomposed and folded by hand in XLA, cuDNN", _hand_optimised)
+OURS = Version("co-designed", "ikbo_jax's layers", lambda _: ranking.co_designed)
+REWRITTEN = Version(
+    "rewritten", "ikbo_jax.rewrite of the copies", lambda _: rewrite(ranking.materialised)
 )
-OURS = Provider("co-designed", "ikbo_jax's layers", lambda most: ranking.co_designed)
-REWRITTEN = Provider(
-    "rewritten", "ikbo_jax.rewrite of the copies", lambda most: rewrite(ranking.materialised)
-)
-REWRITTEN_TUNED = Provider(
-    "rewritten-tuned", "ikbo_jax.rewrite of the tuned copies", lambda most: rewrite(TUNED_COPIES)
+REWRITTEN_TUNED = Version(
+    "rewritten-tuned", "ikbo_jax.rewrite of the tuned copies", lambda _: rewrite(TUNED_COPIES)
 )
 #: The layers as small requests want them; measured over candidates.
-SERVED = Provider(
+SERVED = Version(
     "served",
     "ikbo_jax's layers, parameters prepared, concurrent graphs",
-    lambda most: ranking.co_designed,
+    lambda _: ranking.co_designed,
     ranking.prepare,
     {"xla_gpu_command_buffer_scheduling_mode": "CONCURRENT"},
 )
@@ -109,30 +112,27 @@ def inputs_of(sizes: Sizes) -> tuple[Any, ranking.Request]:
     return ranking.init(sizes), ranking.make_request(sizes)
 
 
-def max_candidates_per_user(sizes: Sizes) -> int:
-    """Counts the candidates of the user who has the most."""
-    return int(ranking.candidate_counts(sizes).max())
-
-
 def measure_point(
-    point: Point, providers: Sequence[Provider], protocol: harness.Protocol
+    point: Point, versions: Sequence[Version], protocol: harness.Protocol
 ) -> dict[str, Any]:
-    """Checks the providers at a point, and times them interleaved."""
+    """Checks versions at a point, and times them interleaved."""
     sizes, inputs = point.case, inputs_of(point.case)
-    most = max_candidates_per_user(sizes)
     exact = np.asarray(cases.oracle(*inputs), np.float64)
 
     def compare(scores: jax.Array) -> Check:
         return Check(float(np.abs(np.asarray(scores, np.float64) - exact).max()), math.inf)
 
-    def compiled(provider: Provider) -> harness.Contender:
-        def prepare() -> tuple[Any, Any]:
-            return provider.make(most), provider.inputs(inputs)
+    def compiled(version: Version) -> harness.Contender:
+        return harness.compile_and_check(
+            version.name,
+            version.stage,
+            lambda: (version.make(sizes), version.inputs(inputs)),
+            compare,
+            version.options,
+            harness.why_too_large,
+        )
 
-        head = provider.name, provider.stage, prepare, compare, provider.options
-        return harness.compile_and_check(*head, harness.why_too_large)
-
-    measured = harness.measure(list(map(compiled, providers)), protocol)
+    measured = harness.measure(list(map(compiled, versions)), protocol)
     runnable = {p["name"]: p for p in measured["providers"] if "error" in p}
     # The materialised network's error defines the tolerance; if it did not run, the error of the
     # first provider that ran.
@@ -145,40 +145,33 @@ def measure_point(
             "bound": bound,
             "ok": record["error"] <= bound,
         }
+    most = int(ranking.candidate_counts(sizes).max())
     return {"most": most, "largest": largest, **measured}
 
 
 def bars(point: Record, all_points: Sequence[Record], name: str) -> str:
-    """Formats the figures of a provider at the default point, each next to its bar."""
-    del all_points
-    ours, copies, hand, rewritten = (
-        provider_of(point, p.name) for p in (OURS, COPIES, BY_HAND, REWRITTEN)
-    )
+    """Formats the figures of a version at the default point, each next to its bar."""
+    timed = (provider_of(point, p.name) for p in (OURS, COPIES, BY_HAND, REWRITTEN))
+    ours, copies, hand, rewritten = timed
     if point["sweep"] != "default" or ours is None:
         return ""
     if name == REWRITTEN.name and rewritten is not None:
         share = rewritten["median_ms"] / ours["median_ms"]
         return f"{share:.3f} of the layers' time, bar {REWRITE_BAR}"
-    found: list[str] = []
     if name != OURS.name:
         return ""
-    if copies is not None:
-        faster = copies["median_ms"] / ours["median_ms"]
-        found.append(f"{faster:.2f} x the copies, bar {COPIES_BAR}")
-        if ours.get("total_bytes") and copies.get("total_bytes"):
-            share = ours["total_bytes"] / copies["total_bytes"]
-            found.append(f"{share:.2f} of their memory, bar {MEMORY_BAR}")
-    if hand is not None:
-        faster = hand["median_ms"] / ours["median_ms"]
-        found.append(f"{faster:.2f} x XLA by hand, bar {BY_HAND_BAR}")
-    return "; ".join(found)
+    found = [faster(ours, copies, "the copies", COPIES_BAR)]
+    if copies is not None and ours.get("total_bytes") and copies.get("total_bytes"):
+        share = ours["total_bytes"] / copies["total_bytes"]
+        found.append(f"{share:.2f} of their memory, bar {MEMORY_BAR}")
+    return listed(*found, faster(ours, hand, "XLA by hand", BY_HAND_BAR))
 
 
 def _measure(point: Point, run: harness.Run) -> dict[str, Any]:
     # Sweeps omit the tuned copies, which take longer to compile than to time.
-    providers = [p for p in ALL if point.sweep == "default" or p is not TUNED]
-    providers += [SERVED] if point.sweep == "candidates" else []
-    return measure_point(point, providers, run.protocol)
+    versions = [p for p in ALL if point.sweep == "default" or p is not TUNED]
+    versions += [SERVED] if point.sweep == "candidates" else []
+    return measure_point(point, versions, run.protocol)
 
 
 BENCHMARK = Benchmark(

@@ -72,6 +72,30 @@ def all_correct(results: Record) -> bool:
     return is_right and not results.get("failed")
 
 
+def faster(ours: Record, other: Record | None, words: str, bar: float | None = None) -> str:
+    """Formats the speed of `ours` relative to another provider; empty if that was not timed."""
+    if other is None:
+        return ""
+    found = f"{other['median_ms'] / ours['median_ms']:.2f} x {words}"
+    return found if bar is None else f"{found}, bar {bar}"
+
+
+def of_fraction(ours: Record, bar: float | None) -> str:
+    """Formats the fraction of the matmul beside its bar; empty without a bar."""
+    return "" if bar is None else f"fraction {ours['fraction']:.3f}, bar {bar}"
+
+
+def listed(*found: str) -> str:
+    """Joins the bars of a point that are not empty."""
+    return "; ".join(filter(None, found))
+
+
+def fastest(providers: Iterable[Record]) -> Record | None:
+    """Finds the fastest of the providers that were timed; None if none was."""
+    timed = (p for p in providers if "median_ms" in p)
+    return min(timed, key=lambda p: float(p["median_ms"]), default=None)
+
+
 def describe_ours(point: Record) -> str:
     """Formats the figures of this library at a point."""
     ours: Record = next((p for p in point["providers"] if p["name"] == OUR_NAME), {})

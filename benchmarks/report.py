@@ -19,7 +19,7 @@ import pathlib
 import re
 import sys
 from collections.abc import Callable, Container, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from benchmarks import plots, records, tables, timing
 from benchmarks import tables_networks as networks
@@ -37,7 +37,7 @@ _BLOCK = re.compile(
 #: The date in `provenance`; in older blocks it has no time of day.
 _DATE = re.compile(r"commit `[^`]*`, (\d{4}-\d\d-\d\d(?: \d\d:\d\d)?)")
 
-#: Makes a benchmark's blocks by name; a block without points is empty.
+#: Makes a benchmark's blocks by name; a block without points is empty. Others make none.
 TABLES: Mapping[str, Callable[[Record], dict[str, str]]] = {
     make.__name__: make
     for make in (
@@ -54,113 +54,57 @@ TABLES: Mapping[str, Callable[[Record], dict[str, str]]] = {
 }
 
 
-class Plot(NamedTuple):
-    """A plot beside a block of a benchmark's results; `words` describe it.
-
-    `points` returns what `draw` draws; nothing if the points were not measured. The file `image` is
-    named like the block by default.
-    """
-
-    op: str
-    block: str
-    words: str
-    draw: Callable[[Record, pathlib.Path], None]
-    points: Callable[[Record], Any]
-    image: str = ""
-
-    @property
-    def path(self) -> str:
-        return f"docs/images/{self.image or self.block.replace('-', '_')}.svg"
-
-
-def _sweeps(*names: str) -> Callable[[Record], list[Record]]:
-    def points(results: Record) -> list[Record]:
-        return [p for p in records.forward(results)["points"] if p["sweep"] in names]
-
-    return points
-
-
-def _field(name: str) -> Callable[[Record], Any]:
-    return lambda results: results[name]
-
-
-def _of_prefix(prefix: str) -> Callable[[Record], list[Record]]:
-    def points(results: Record) -> list[Record]:
-        return plots.gdpa_points(results) if tables.gdpa_prefix(results) == prefix else []
-
-    return points
-
-
-OF_MATMUL, COMPRESSION = "fraction of the matmul over", "linear_compression"
-PLOTS = (
-    Plot(
-        *("attention", "attention-lengths", f"{OF_MATMUL} the keys of a user"),
-        *(plots.attention, _sweeps("s")),
-    ),
-    *(
-        Plot(
-            *("gdpa", f"{prefix}-lengths", f"{OF_MATMUL} the greatest length"),
-            *(plots.gdpa, _of_prefix(prefix)),
-        )
-        for prefix in ("gdpa", "gdpa-backward")
-    ),
-    Plot(
-        *(COMPRESSION, "linear-compression-stages", "time of the stages"),
-        *(plots.linear_compression_stages, _sweeps("default")),
-    ),
-    Plot(
-        *(COMPRESSION, "linear-compression-sweeps", f"{OF_MATMUL} sizes"),
-        *(plots.linear_compression_sweeps, _sweeps(*plots.PANELS)),
-    ),
-    *(
-        Plot(
-            *("ranking", f"ranking-{sweep}", f"latency and memory of the ranking network over {x}"),
-            *(functools.partial(plots.ranking, sweep=sweep), _sweeps(sweep)),
+OF_MATMUL = "fraction of the matmul over"
+#: Plots beside the blocks of results: descriptions, and functions that draw and return whether the
+#: points were measured. Their files are named like the blocks.
+PLOTS: Mapping[str, tuple[str, Callable[[Record, pathlib.Path], bool]]] = {
+    "attention-lengths": (f"{OF_MATMUL} the keys of a user", plots.attention),
+    "gdpa-lengths": (f"{OF_MATMUL} the greatest length", plots.gdpa),
+    "gdpa-backward-lengths": (f"{OF_MATMUL} the greatest length", plots.gdpa),
+    "linear-compression-stages": ("time of the stages", plots.linear_compression_stages),
+    "linear-compression-sweeps": (f"{OF_MATMUL} sizes", plots.linear_compression_sweeps),
+    **{
+        f"ranking-{sweep}": (
+            f"latency and memory of the ranking network over {x}",
+            functools.partial(plots.ranking, sweep=sweep),
         )
         for sweep, x in networks.RANKING_AXES.items()
-    ),
-    Plot(
-        *("movielens", "movielens-quality", "loss and AUC over steps"),
-        *(movielens.draw, _field("curves"), "movielens"),
-    ),
-    Plot(
-        *("look_up", "look-up", "bandwidth over the size of a row"),
-        *(plots.look_up, _field("points")),
-    ),
-    Plot(
-        *("scaling", "scaling-table", "speed-up over devices"),
-        *(plots.scaling, _field("points"), "scaling"),
-    ),
-    Plot(
-        "production",
-        "production-table",
+    },
+    "movielens-quality": ("loss and AUC over steps", movielens.draw),
+    "look-up": ("bandwidth over the size of a row", plots.look_up),
+    "scaling-table": ("speed-up over devices", plots.scaling),
+    "production-table": (
         "drawn workloads: fraction of the roofline and speed-up, one dot each",
         plots.production,
-        _field("points"),
-        "production",
     ),
-)
+}
+IMAGES = {"movielens-quality": "movielens", "scaling-table": "scaling"}
+IMAGES |= {"production-table": "production"}
+
+
+def image_of(block: str) -> str:
+    """Names the file of a block's plot, relative to the root."""
+    return f"docs/images/{IMAGES.get(block, block.replace('-', '_'))}.svg"
 
 
 def blocks(results: Record, document: str) -> dict[str, str]:
     """Makes the generated blocks by name; their links are relative to `document`."""
-    found = {name: body for name, body in TABLES[results["op"]](results).items() if body}
-    for plot in PLOTS:
-        if plot.op == results["op"] and plot.block in found:
-            link = os.path.relpath(plot.path, os.path.dirname(document) or ".")
-            found[f"{plot.block}-plot"] = f"![{plot.words}]({link})\n"
+    bodies = TABLES[results["op"]](results) if results["op"] in TABLES else {}
+    found = {name: body for name, body in bodies.items() if body}
+    for name in PLOTS.keys() & found.keys():
+        link = os.path.relpath(image_of(name), os.path.dirname(document) or ".")
+        found[f"{name}-plot"] = f"![{PLOTS[name][0]}]({link})\n"
     return found
 
 
 def draw(results: Record, root: pathlib.Path, images: Container[str] | None = None) -> list[str]:
     """Draws plots that were measured, of `images` alone if given; returns their files."""
-    drawn = []
-    for plot in PLOTS:
-        is_chosen = plot.op == results["op"] and (images is None or plot.path in images)
-        if is_chosen and plot.points(results):
-            plot.draw(results, root / plot.path)
-            drawn.append(plot.path)
-    return drawn
+    found = {image_of(name): PLOTS[name][1] for name in PLOTS.keys() & blocks(results, "").keys()}
+    return [
+        image
+        for image, draw_it in sorted(found.items())
+        if (images is None or image in images) and draw_it(results, root / image)
+    ]
 
 
 def replace_blocks(text: str, bodies: Mapping[str, str]) -> str:

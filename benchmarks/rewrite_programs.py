@@ -2,8 +2,7 @@
 
     python -m benchmarks.rewrite_programs --jobs 14 --budget-s 540 --out FILE
 
-Threads of one process compile all programs, so that XLA chooses GEMMs on a device that does nothing
-else; then each program is compared with the original in float32, and timed on the device by turns.
+Each program is compared with the original in float32, and timed on the device by turns.
 `"* 3 *"` are the models that are also written by hand, in a real size. If the original does not fit
 into memory, it scores a part of the candidates, and its time is multiplied.
 """
@@ -11,7 +10,6 @@ into memory, it scores a part of the candidates, and its time is multiplied.
 from __future__ import annotations
 
 import argparse
-import concurrent.futures
 import dataclasses
 import functools
 import math
@@ -30,8 +28,8 @@ from benchmarks import harness
 from benchmarks.harness import Point
 from benchmarks.records import Record, provider_of
 from benchmarks.rewrite_zoo import BY_HAND, MODELS, SIZES, SMALL, Program
-from ikbo_jax._timing import device_time, interleaved_ms
-from ikbo_jax.cases import error_rule
+from ikbo_jax.cases import case, error_rule
+from ikbo_jax.cases.error_rule import Check
 from ikbo_jax.ops.explain import explain
 from ikbo_jax.rewrite import rewrite
 
@@ -41,8 +39,6 @@ BAR = 0.98
 #: Bars where a form by hand is timed: time of rewritten over by hand at most, speed-up over the
 #: original at least.
 BY_HAND_BAR, ORIGINAL_BAR = 1.1, 1.0
-#: Share of the budget after which no further program is compiled before the timing.
-COMPILING = 0.6
 
 
 def gradient(scores: Callable[..., Array]) -> Callable[..., Any]:
@@ -62,119 +58,6 @@ def gradient(scores: Callable[..., Array]) -> Callable[..., Any]:
 #: The functions that are compiled of a program's scores, by the names of providers.
 FORMS: dict[str, Callable[..., Any]] = {"original": lambda x: x, "rewritten": rewrite}
 DIRECTIONS: dict[str, Callable[..., Any]] = {"forward": lambda x: x, "gradient": gradient}
-
-
-class Compiled:
-    """A point's original and rewritten form, and the original in float32, which threads compile.
-
-    Nothing is compiled where the original runs.
-    """
-
-    def __init__(self, point: Point, pool: concurrent.futures.Executor, *, exact: bool) -> None:
-        self.program, shapes = point.case, point.case.shapes
-        scores, of = self.program.scores, DIRECTIONS[point.direction]
-        (self.report,) = explain(rewrite(scores), *shapes).notes
-        if " raised " in self.report.reason:
-            raise RuntimeError(self.report.reason)
-        # A program that is no faster on a GPU may still have a faster derivative.
-        is_differentiated = of is gradient and "derivative" in self.report.reason
-        self.runs = self.report.changed or is_differentiated
-        self.oracle: Any = None
-        self.futures: dict[str, concurrent.futures.Future] = {}
-        if not self.runs:
-            return
-        forms = {name: form(scores) for name, form in FORMS.items()}
-        if self.program.has_form_by_hand and point.direction == "forward":
-            forms["by-hand"] = self.program.by_hand
-        part = self._part(shapes)
-        for name, form in forms.items():
-            lowered = jax.jit(of(form)).lower(*(part if name == "original" else shapes))
-            self.futures[name] = pool.submit(lowered.compile)
-        if exact:
-            untuned = dict(error_rule.UNTUNED) if jax.default_backend() == "gpu" else None
-            wide = jax.tree.map(lambda x: x.update(dtype=jnp.float32), part[:2])
-            with jax.default_matmul_precision("highest"):
-                lowered = jax.jit(of(scores)).lower(*wide, part[2])
-            self.oracle = self.futures["oracle"] = pool.submit(lowered.compile, untuned)
-
-    def measured(self, protocol: harness.Protocol) -> dict[str, Any]:
-        """Checks both forms, and times them by turns; returns fields of the results file."""
-        told = ("changed", "reason", "flops_saved", "bytes_saved")
-        entry = {name: getattr(self.report, name) for name in told} | {"providers": []}
-        if not self.runs:
-            return entry
-        args = self.program.arguments()
-        part = self._part(args)
-        programs = {name: x.result() for name, x in self.futures.items() if name != "oracle"}
-        thunks = {
-            name: functools.partial(fn, *(part if name == "original" else args))
-            for name, fn in programs.items()
-        }
-        results = {name: _on_host(thunk()) for name, thunk in thunks.items()}
-        truth = results["original"]
-        if self.oracle is not None:
-            wide = jax.tree.map(lambda x: x.astype(jnp.float32), part[:2])
-            truth = _on_host(self.oracle.result()(*wide, part[2]))
-        times = _times(thunks, protocol)
-        for name, fn in programs.items():
-            exact = name == "rewritten" and self.oracle is not None
-            faults = _faults(results["original"], results[name], truth, exact=exact)
-            counts, parts = fn.cost_analysis() or {}, self.program.parts
-            scale = parts if name == "original" else 1
-            ms = [x * scale for x in times[name]]
-            record = {"name": name, "ms": ms, "median_ms": statistics.median(ms)}
-            record |= {"flops": scale * counts.get("flops", 0)}
-            nbytes = counts.get("bytes accessed", 0) + _bytes_of_calls(fn.as_text())
-            record |= {"bytes": scale * nbytes}
-            entry["providers"].append(record | {"ok": not faults, "faults": faults})
-        return entry
-
-    def _part(self, args: Any) -> Any:
-        """Returns the arrays, or their shapes, of the users and candidates of a call."""
-        if self.program.parts == 1:
-            return args
-        leaves, features, index = args
-
-        def first(x: Any) -> Any:
-            rows = x.shape[0] // self.program.parts
-            return x[:rows] if isinstance(x, Array) else x.update(shape=(rows, *x.shape[1:]))
-
-        return leaves, [*map(first, features)], first(index)
-
-
-def _bytes_of_calls(text: str) -> int:
-    """Adds up operands and results of the library calls and kernels that XLA counts as nothing.
-
-    A multiplication by cuBLAS is one; its last result is a workspace.
-    """
-    shapes = dict(re.findall(r"%?([\w.-]+) = (\(.*?\) |\S+ )[\w-]+\(", text))
-    total = 0
-    for result, names in re.findall(r" = (\(.*?\) |\S+ )custom-call\((.*?)\), custom_call", text):
-        arrays = [
-            result.partition(", s8[")[0],
-            *(shapes.get(x.strip(" %"), "") for x in names.split(",")),
-        ]
-        for bits, sizes in re.findall(r"[a-z](\d*)\[([\d,]*)\]", " ".join(arrays)):
-            total += int(bits or 8) // 8 * math.prod(int(x) for x in sizes.split(",") if x)
-    return total
-
-
-def _times(thunks: Any, protocol: harness.Protocol) -> dict[str, list[float]]:
-    """Times programs by turns, on a GPU by its clock; longer if the rewritten one seems slower."""
-    times = interleaved_ms(thunks, window_s=protocol.window_s / 4, rounds=1)
-    if jax.default_backend() != "gpu":
-        return times
-    number = max(3, min(50, int(30 / min(x[0] for x in times.values()))))
-    found: dict[str, list[float]] = {name: [] for name in thunks}
-    for turn in range(3 * protocol.rounds):
-        medians = [statistics.median(x) if x else 0.0 for x in found.values()]
-        if turn >= protocol.rounds and medians[0] > 1.02 * medians[1]:
-            break
-        for name, thunk in thunks.items():
-            time = device_time.measure(thunk.func, *thunk.args, calls=number)
-            if time is not None:
-                found[name].append(time.ms)
-    return found
 
 
 def _on_host(tree: Any) -> list[np.ndarray]:
@@ -204,6 +87,23 @@ def _faults(plain: list[Any], found: list[Any], truth: list[Any], *, exact: bool
     return faults
 
 
+def _bytes_of_calls(text: str) -> int:
+    """Adds up operands and results of the library calls and kernels that XLA counts as nothing.
+
+    A multiplication by cuBLAS is one; its last result is a workspace.
+    """
+    shapes = dict(re.findall(r"%?([\w.-]+) = (\(.*?\) |\S+ )[\w-]+\(", text))
+    total = 0
+    for result, names in re.findall(r" = (\(.*?\) |\S+ )custom-call\((.*?)\), custom_call", text):
+        arrays = [
+            result.partition(", s8[")[0],
+            *(shapes.get(x.strip(" %"), "") for x in names.split(",")),
+        ]
+        for bits, sizes in re.findall(r"[a-z](\d*)\[([\d,]*)\]", " ".join(arrays)):
+            total += int(bits or 8) // 8 * math.prod(int(x) for x in sizes.split(",") if x)
+    return total
+
+
 def points(options: argparse.Namespace) -> list[Point]:
     """Lists the points that match a pattern, those of small sizes and of bfloat16 first."""
     every = [
@@ -224,34 +124,67 @@ def shrink(point: Point) -> Point:
     return dataclasses.replace(point, case=dataclasses.replace(point.case, size=SMALL))
 
 
-def prepare(run: harness.Run) -> dict[Point, Compiled]:
-    """Compiles as many points as fit into a share of the budget."""
-    until = (1 - COMPILING) * run.options.budget_s
-    pool = concurrent.futures.ThreadPoolExecutor(run.options.jobs)
-    found: dict[Point, Compiled] = {}
-    on_gpu = jax.default_backend() == "gpu"
-    for point in points(run.options):
-        point = point if on_gpu else shrink(point)
-        if run.left_s < until:
-            break
-        try:
-            found[point] = Compiled(point, pool, exact=not run.options.quick)
-        except Exception as error:
-            print(f"FAILED: {point.name}: {error}", flush=True)
-        print(f"{run.left_s:.0f} s left, lowered: {point.name}", flush=True)
-    futures = [x for compiled in found.values() for x in compiled.futures.values()]
-    left = None if math.isinf(until) else max(0.0, run.left_s - until)
-    done, late = concurrent.futures.wait(futures, left)
-    pool.shutdown(wait=False, cancel_futures=True)
-    print(f"{len(done)} programs compiled, {len(late)} late", flush=True)
-    return {p: x for p, x in found.items() if late.isdisjoint(x.futures.values())}
+def _part(program: Program, args: Any) -> Any:
+    """Returns the arrays of the users and candidates of a call of the original."""
+    leaves, features, index = args
+    *features, index = (x[: x.shape[0] // program.parts] for x in (*features, index))
+    return leaves, features, index
 
 
 def measure_point(point: Point, run: harness.Run) -> dict[str, Any]:
-    """Checks and times a point, which another run compiles if there was no time for it."""
-    if point not in run.prepared:
-        raise TimeoutError("not compiled in time, or its rewriting raised")
-    return run.prepared.pop(point).measured(run.protocol)
+    """Checks the forms of a program, and times them by turns; nothing where the original runs."""
+    program, of = point.case, DIRECTIONS[point.direction]
+    scores = program.scores
+    (report,) = explain(rewrite(scores), *program.shapes).notes
+    if " raised " in report.reason:
+        raise RuntimeError(report.reason)
+    told = ("changed", "reason", "flops_saved", "bytes_saved")
+    entry = {name: getattr(report, name) for name in told} | {"providers": []}
+    # A program that is no faster on a GPU may still have a faster derivative.
+    if not report.changed and not (of is gradient and "derivative" in report.reason):
+        return entry
+    args = program.arguments()
+    part = _part(program, args)
+    forms = {name: form(scores) for name, form in FORMS.items()}
+    if program.has_form_by_hand and point.direction == "forward":
+        forms["by-hand"] = program.by_hand
+    exact = None
+    if not run.options.quick:
+        wide = *case.widened(part[:2]), part[2]
+        untuned = error_rule.UNTUNED if jax.default_backend() == "gpu" else None
+        with jax.default_matmul_precision("highest"):
+            _, compiled, _ = harness.compiled_of(jax.jit(of(scores)), *wide, options=untuned)
+        exact = _on_host(compiled(*wide))
+    results: dict[str, list[np.ndarray]] = {}
+    faults: dict[str, list[str]] = {}
+
+    def compare(name: str, out: Any) -> Check:
+        found = results[name] = _on_host(out)
+        is_exact = name == "rewritten" and exact is not None
+        first = results["original"]
+        faults[name] = _faults(first, found, exact or first, exact=is_exact)
+        return Check(float(len(faults[name])), 0.5)
+
+    def made_of(name: str, form: Callable[..., Any]) -> harness.Contender:
+        given, parts = (part, program.parts) if name == "original" else (args, 1)
+        check = functools.partial(compare, name)
+        made = harness.compile_and_check(name, "", lambda: (of(form), given), check)
+        if made.compiled is None:
+            raise RuntimeError(str(made.record))
+        counts = made.compiled.cost_analysis() or {}
+        made.record["flops"] = parts * counts.get("flops", 0)
+        nbytes = counts.get("bytes accessed", 0) + _bytes_of_calls(made.compiled.as_text())
+        made.record["bytes"] = parts * nbytes
+        made.record["faults"] = faults[name]
+        return made
+
+    contenders = [made_of(name, form) for name, form in forms.items()]
+    measured = harness.measure(contenders, dataclasses.replace(run.protocol, short_ms=math.inf))
+    original = measured["providers"][0]
+    if "ms" in original:
+        original["ms"] = [x * program.parts for x in original["ms"]]
+        original["median_ms"] *= program.parts
+    return entry | measured
 
 
 def speed_up(point: Record) -> float:
@@ -303,7 +236,6 @@ def summary(points: Sequence[Record]) -> str:
 
 def _add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("points", nargs="*", help="patterns such as 'dlrm 1 *'; default: all")
-    parser.add_argument("--jobs", type=int, default=2, help="threads that compile")
 
 
 BENCHMARK = harness.Benchmark(
@@ -315,7 +247,6 @@ BENCHMARK = harness.Benchmark(
     bars,
     describe,
     add_options=_add_options,
-    prepare=prepare,
     times_matmul=False,
 )
 

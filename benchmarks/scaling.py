@@ -178,17 +178,13 @@ class Scale(NamedTuple):
     mode: str
     devices: int
 
-    def request(self, *, small: bool) -> tuple[int, int]:
-        """Returns the numbers of candidates and users of all devices together."""
-        candidates, users = self.request_of_one(small=small)
+    def requests(self, *, small: bool) -> tuple[tuple[int, int], tuple[int, int]]:
+        """Returns candidates and users on the one device compared with, and on all together."""
+        normal = SMALL_REQUEST if small else REQUEST
+        large = SMALL_LARGE_REQUEST if small else LARGE_REQUEST
+        candidates, users = large if self.mode == "large" else normal
         requests = self.devices if self.mode == "weak" else 1
-        return candidates * requests, users * requests
-
-    def request_of_one(self, *, small: bool) -> tuple[int, int]:
-        """Returns the numbers of candidates and users on the one device that is compared with."""
-        if self.mode == "large":
-            return SMALL_LARGE_REQUEST if small else LARGE_REQUEST
-        return SMALL_REQUEST if small else REQUEST
+        return (candidates, users), (candidates * requests, users * requests)
 
 
 def points(sweep: str, devices: int) -> list[Point]:
@@ -200,6 +196,8 @@ def points(sweep: str, devices: int) -> list[Point]:
     return [Point(sweep, f"{x.mode} {x.devices}", x) for x in scales]
 
 
+#: The provider that is compared with.
+ONE = "one device"
 KINDS = {"explicit": AxisType.Explicit}  # the others have Auto axes
 #: Compiler options by provider. XLA sums gradients while kernels run: a kernel with a CTA on every
 #: SM then waits for the SMs that NCCL holds, and NCCL for the slower device. XLA also copies the
@@ -213,11 +211,13 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-def providers_of(sweep: str) -> Sequence[str]:
-    """Names the ways to run on several devices; `shard_map` is the same on all kinds of axes."""
-    if sweep in ("linear_compression", "attention"):
-        return ("auto", "explicit")
-    return ("auto", *OPTIONS) if sweep == "training" else ("auto",)
+#: Ways to run on several devices; `shard_map` is the same on all kinds of axes.
+PROVIDERS = {
+    "linear_compression": ("auto", "explicit"),
+    "attention": ("auto", "explicit"),
+    "network": ("auto",),
+    "training": ("auto", *OPTIONS),
+}
 
 
 # An asynchronous collective's type holds the tuple of its operands before its results.
@@ -256,10 +256,10 @@ def measure(point: Point, run: harness.Run) -> dict[str, Any]:
     """Times one device and several, interleaved; returns the point's entry."""
     small = jax.default_backend() != "gpu"
     make, scale = PROGRAMS[point.sweep], point.case
-    of_one, request = scale.request_of_one(small=small), scale.request(small=small)
-    programs = {"one device": make(mesh_of(1, AxisType.Auto), of_one, small=small)}
+    of_one, request = scale.requests(small=small)
+    programs = {ONE: make(mesh_of(1, AxisType.Auto), of_one, small=small)}
     on_axes = functools.cache(lambda kind: make(mesh_of(scale.devices, kind), request, small=small))
-    for name in providers_of(point.sweep):
+    for name in PROVIDERS[point.sweep]:
         programs[name] = on_axes(KINDS.get(name, AxisType.Auto))
     whole: dict[str, Program] = {}
     if scale.mode == "weak" and point.sweep != "training":
@@ -271,24 +271,21 @@ def measure(point: Point, run: harness.Run) -> dict[str, Any]:
     }
     # A larger request's training step is not repeated on one device: its gradients differ only by
     # what the strong point compares.
-    expected = results.get("whole", None if scale.mode == "weak" else results["one device"])
-    providers: list[dict[str, Any]] = []
-    thunks = {}
-    for name, program in programs.items():
-        record: dict[str, Any] = {"name": name, "devices": 1 if not providers else scale.devices}
-        if providers and expected is not None:
-            error = float(np.abs(results[name] - expected).max() / np.abs(expected).max())
-            record |= {"error": error, "bound": TOLERANCE, "ok": error <= TOLERANCE}
-        if providers:
-            record["collectives"] = traffic(compiled[name].as_text() or "")
-        providers.append(record)
-        thunks[name] = functools.partial(compiled[name], *program.args)
+    expected = results.get("whole", None if scale.mode == "weak" else results[ONE])
+    thunks = {name: functools.partial(compiled[name], *p.args) for name, p in programs.items()}
     times = in_step_ms if _processes() else interleaved_ms
     samples = times(thunks, window_s=run.protocol.window_s, rounds=run.protocol.rounds)
-    one = statistics.median(samples["one device"])
-    for record in providers:
-        median = statistics.median(samples[record["name"]])
-        record |= {"ms": samples[record["name"]], "median_ms": median, "of_one": median / one}
+    one = statistics.median(samples[ONE])
+    providers = []
+    for name, ms in samples.items():
+        record: dict[str, Any] = {"name": name, "devices": 1 if name == ONE else scale.devices}
+        if name != ONE and expected is not None:
+            error = float(np.abs(results[name] - expected).max() / np.abs(expected).max())
+            record |= {"error": error, "bound": TOLERANCE, "ok": error <= TOLERANCE}
+        if name != ONE:
+            record["collectives"] = traffic(compiled[name].as_text() or "")
+        median = statistics.median(ms)
+        providers.append(record | {"ms": ms, "median_ms": median, "of_one": median / one})
     return {**scale._asdict(), "providers": providers, **_processes()}
 
 
@@ -317,7 +314,7 @@ def in_step_ms(
             multihost_utils.sync_global_devices(name)
             ms = time_launches(thunk, (), launches[name]) * 1e3 / launches[name]
             found = multihost_utils.process_allgather(np.float32(ms))
-            counts = found.min() if name == "one device" else found.max()
+            counts = found.min() if name == ONE else found.max()
             samples.setdefault(name, []).append(float(counts))
     return samples
 
@@ -376,13 +373,6 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(devices=1)
 
 
-def _name_devices(run: harness.Run) -> None:
-    run.results.update({"devices": jax.device_count(), **_processes()})
-    # No matmul is timed, but files with equal protocols are joined, and earlier ones have its size.
-    size = harness.Protocol.for_device(quick=run.options.quick).matmul_size
-    run.results["protocol"]["matmul_size"] = size
-
-
 BENCHMARK = harness.Benchmark(
     "scaling",
     tuple(PROGRAMS),
@@ -392,7 +382,7 @@ BENCHMARK = harness.Benchmark(
     lambda point, all_points, name: bar(point),
     describe,
     _add_options,
-    _name_devices,
+    lambda run: run.results.update({"devices": jax.device_count(), **_processes()}),
     times_matmul=False,
 )
 

@@ -13,7 +13,6 @@ did not end: then a watchdog names it and ends the process.
 """
 
 import argparse
-import collections
 import functools
 import os
 import pathlib
@@ -21,7 +20,7 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -31,207 +30,165 @@ import numpy as np
 
 import ikbo_jax
 from benchmarks import timing
-from benchmarks.production_providers import attend
+from benchmarks.compare import bits
+from benchmarks.production import in_direction
+from benchmarks.production_draws import AttentionShape, normal
+from benchmarks.production_providers import Contender, attend
 from ikbo_jax import terminal
 from ikbo_jax._timing.programs import UNTIMED_ON_GPU
+from ikbo_jax.cases import linear_compression
+from ikbo_jax.cases.gdpa import offsets_of
 from ikbo_jax.ops.linear_compression import Term
-from ikbo_jax.problems import AttentionProblem
+from ikbo_jax.problems import LinearCompressionProblem
 
 #: Steps of a program's loop. A call from Python takes 20 to 50 µs, as long as a step of a small
 #: program; more steps would put the same kernel after itself more often.
 REPEATS = 4
-#: Calls in flight, and seconds after which a call that has not ended is a hang.
-QUEUE, HANG_S = 256, 60.0
+#: Seconds after which a round of calls that has not ended is a hang.
+HANG_S = 60.0
 #: Threads that compile, and the seed of the order.
 WORKERS, SEED = 16, 0
 
 
-# Programs
+# Programs: an op, a direction, and sizes, of which a function makes a contender.
 
 
-class Program(NamedTuple):
-    """A function of arrays: the op's result, with "gradient" also all gradients."""
-
-    name: str
-    fn: Callable[..., Any]
-    arrays: tuple[jax.Array, ...]
-
-
-class AttentionSizes(NamedTuple):
-    """Sizes (B, U, T, S, N, K, H); `is_ragged`: an unsorted index, and lengths from 0 to S."""
-
-    sizes: tuple[int, int, int, int, int, int, int]
-    is_ragged: bool = False
-    dtype: str = "bfloat16"
+class RaggedShape(AttentionShape):
+    """Attention with an unsorted index, users without candidates, and lengths from 0 to S."""
 
     @property
-    def problem(self) -> AttentionProblem:
-        return AttentionProblem(*self.sizes, self.dtype)
+    def cand_to_user(self) -> np.ndarray:
+        rng = np.random.default_rng(0)
+        some = rng.choice(self.users, max(1, self.users // 2), replace=False)
+        return rng.choice(some, self.batch).astype(np.int32)
+
+    @property
+    def lengths(self) -> np.ndarray:
+        drawn = np.random.default_rng(1).integers(0, self.kv_len + 1, self.users)
+        drawn[:: max(1, self.users // 3)] = 0
+        return drawn.astype(np.int32)
 
 
-class CompressionSizes(NamedTuple):
-    """Sizes of a linear compression, coarsest level first."""
-
-    batches: tuple[int, ...]
-    ks: tuple[int, ...]
-    m: int
-    n: int
-    is_ragged: bool = False
-    dtype: str = "bfloat16"
+def attention_shape(
+    *sizes: int, is_ragged: bool = False, dtype: str = "bfloat16"
+) -> AttentionShape:
+    """Makes the shape of sizes B, U, T, S, N, K, H."""
+    kind: Any = RaggedShape if is_ragged else AttentionShape
+    shape: AttentionShape = kind(*sizes, dtype, "unsorted" if is_ragged else "even", is_ragged)
+    return shape
 
 
-class GdpaSizes(NamedTuple):
-    """Lengths of the sequences of `ikbo_jax.gdpa`; one number of queries: broadcast queries."""
-
-    queries: tuple[int, ...] | int
-    keys: tuple[int, ...]
-    q_heads: int
-    kv_heads: int
-    head_dim: int
-    activation: str
-    q_to_kv: tuple[int, ...] | None = None
-    dtype: str = "bfloat16"
-
-
-Sizes = AttentionSizes | CompressionSizes | GdpaSizes
-
-#: Op, direction and sizes. Each op has sizes with several waves of tiles, with one tile, and with
-#: an unsorted index, users without candidates, and lengths of 0.
-FORWARD, GRADIENT, MIXED = "forward", "gradient", (130, 0, 600, 64, 1)
-PROGRAMS: tuple[tuple[str, str, Sizes], ...] = (
-    ("attention", FORWARD, AttentionSizes((1024, 16, 16, 512, 4, 4, 128))),
-    ("attention", FORWARD, AttentionSizes((4, 2, 24, 40, 1, 1, 64))),
-    ("attention", FORWARD, AttentionSizes((200, 40, 33, 77, 4, 2, 96), True, "float16")),
-    ("attention", FORWARD, AttentionSizes((64, 90, 40, 300, 2, 2, 256), True)),
-    ("attention", GRADIENT, AttentionSizes((512, 16, 24, 384, 4, 4, 64))),
-    ("attention", GRADIENT, AttentionSizes((3, 2, 24, 40, 1, 1, 128))),
-    ("attention", GRADIENT, AttentionSizes((150, 40, 33, 130, 4, 2, 128), True)),
-    ("attention", GRADIENT, AttentionSizes((64, 90, 40, 300, 2, 1, 192), True, "float16")),
-    ("attention", GRADIENT, AttentionSizes((64, 2, 64, 129, 2, 2, 256))),
-    ("few queries", FORWARD, AttentionSizes((2048, 32, 1, 1024, 2, 2, 128))),
-    ("few queries", FORWARD, AttentionSizes((1, 1, 1, 5, 1, 1, 64))),
-    ("few queries", FORWARD, AttentionSizes((300, 90, 1, 333, 4, 4, 64), True, "float16")),
-    ("few queries", FORWARD, AttentionSizes((8, 1, 2, 8192, 2, 2, 128))),
-    ("few queries", GRADIENT, AttentionSizes((700, 90, 1, 200, 2, 2, 128), True)),
-    ("few queries", GRADIENT, AttentionSizes((64, 1, 2, 1000, 1, 1, 64))),
-    ("linear compression", FORWARD, CompressionSizes((9, 512), (300, 200), 130, 256)),
-    ("linear compression", FORWARD, CompressionSizes((1, 1), (16, 24), 8, 64)),
-    ("linear compression", FORWARD, CompressionSizes((70, 90), (65, 33), 433, 40, True, "float16")),
-    ("linear compression", FORWARD, CompressionSizes((3, 20, 150), (64, 40, 70), 64, 128, True)),
-    ("linear compression", GRADIENT, CompressionSizes((9, 512), (300, 200), 130, 256)),
-    ("linear compression", GRADIENT, CompressionSizes((1, 1), (16, 24), 8, 64)),
-    ("linear compression", GRADIENT, CompressionSizes((70, 90), (65, 33), 433, 40, True)),
-    ("linear compression", GRADIENT, CompressionSizes((3, 20, 150), (64, 40, 70), 64, 128, True)),
-    ("gdpa", FORWARD, GdpaSizes(MIXED * 16, MIXED * 16, 4, 4, 128, "gelu")),
-    ("gdpa", FORWARD, GdpaSizes((5,), (9,), 1, 1, 64, "silu")),
-    ("gdpa", FORWARD, GdpaSizes((70, 0, 5, 130), (40, 0, 129), 2, 1, 96, "softmax", (2, 0, 1, 2))),
-    ("gdpa", FORWARD, GdpaSizes(16, (300, 0, 7, 129) * 8, 2, 2, 128, "gelu_tanh", dtype="float16")),
-    ("gdpa", GRADIENT, GdpaSizes(MIXED * 8, MIXED * 8, 4, 4, 128, "gelu")),
-    ("gdpa", GRADIENT, GdpaSizes((5,), (9,), 1, 1, 64, "silu")),
-    ("gdpa", GRADIENT, GdpaSizes((70, 0, 5, 130), (40, 0, 129), 2, 1, 64, "softmax", (2, 0, 1, 2))),
-    ("gdpa", GRADIENT, GdpaSizes(16, (300, 0, 7, 129) * 4, 2, 2, 128, "relu")),
-    ("gdpa", GRADIENT, GdpaSizes((200, 65), (64, 64), 2, 2, 96, "gelu_tanh", dtype="float16")),
-)
-
-
-def programs(implementation: str | None) -> Iterator[Program]:
-    """Yields the programs, each with seeded arrays on the device."""
-    for number, (op, direction, sizes) in enumerate(PROGRAMS):
-        rng = np.random.default_rng(number)
-        if isinstance(sizes, AttentionSizes):
-            fn, shapes = _attention(sizes, rng)
-        elif isinstance(sizes, CompressionSizes):
-            fn, shapes = _compression(sizes, rng)
-        else:
-            fn, shapes = _gdpa(sizes)
-        fn = functools.partial(fn, implementation=implementation)
-        arrays = tuple(_normal(rng, shape, sizes.dtype) for shape in shapes)
-        if isinstance(sizes, CompressionSizes):
-            scales = [jnp.dtype(sizes.dtype).type(k**-0.5) for k in sizes.ks]
-            weights = [x * scale for x, scale in zip(arrays, scales, strict=False)]
-            arrays = (*weights, *arrays[len(weights) :])
-        if direction == GRADIENT:
-            out = jax.eval_shape(fn, *arrays)
-            arrays = (_normal(rng, out.shape, str(out.dtype)), *arrays)
-            fn = functools.partial(_with_gradients, fn)
-        text = " ".join(x if len(x) < 30 else f"{x[:26]}...)" for x in map(str, sizes))
-        yield Program(f"{op} {direction} {text}", fn, arrays)
-
-
-def _with_gradients(fn: Callable[..., jax.Array], d_out: jax.Array, *arrays: jax.Array) -> Any:
-    out, pull_back = jax.vjp(fn, *arrays)
-    return out, pull_back(d_out)
-
-
-def _normal(rng: np.random.Generator, shape: tuple[int, ...], dtype: str) -> jax.Array:
-    return jax.device_put(rng.standard_normal(shape, np.float32).astype(jnp.dtype(dtype)))
-
-
-def _index(rng: np.random.Generator, size: int, values: int, is_ragged: bool) -> jax.Array:
-    """Draws [size] int32 below `values`: sorted; or unsorted, with values that do not occur."""
-    if not is_ragged:
-        return jax.device_put((np.arange(size) * values // size).astype(np.int32))
-    chosen = rng.choice(values, max(1, values // 2), replace=False)
-    return jax.device_put(rng.choice(chosen, size).astype(np.int32))
-
-
-#: A function of arrays and `implementation`, and the shapes of the arrays.
-Made = tuple[Callable[..., jax.Array], tuple[tuple[int, ...], ...]]
-
-
-def _attention(sizes: AttentionSizes, rng: np.random.Generator) -> Made:
-    s = sizes.problem
-    index, lengths = _index(rng, s.batch, s.users, sizes.is_ragged), None
-    if sizes.is_ragged:
-        drawn = rng.integers(0, s.kv_len + 1, s.users)
-        drawn[:: max(1, s.users // 3)] = 0
-        lengths = jax.device_put(drawn.astype(np.int32))
+def _attention(implementation: str | None, *sizes: int, **options: Any) -> Contender:
+    shape = attention_shape(*sizes, **options)
+    query, key, value, *integers = shape.inputs()
     fn = functools.partial(
-        attend, index=index, lengths=lengths, indices_are_sorted=not sizes.is_ragged
+        attend, indices_are_sorted=shape.is_sorted, implementation=implementation
     )
-    keys = (s.users, s.kv_len, s.kv_heads, s.head_dim)
-    return fn, ((s.batch, s.q_len, s.q_heads, s.head_dim), keys, keys)
+    return Contender("", "", fn, (query, key, value), tuple(integers))
 
 
-def _compression(sizes: CompressionSizes, rng: np.random.Generator) -> Made:
-    s, levels = sizes, len(sizes.ks)
-    parents: list[jax.Array | None] = [None]
-    for coarse, batch in zip(s.batches[:-1], s.batches[1:], strict=True):
-        parents.append(_index(rng, batch, coarse, s.is_ragged))
+def _compression(
+    implementation: str | None, *sizes: Any, index: str = "ragged", dtype: str = "bfloat16"
+) -> Contender:
+    """Makes a compression of batches and rows K of all levels, the coarsest first, M and N."""
+    batches, ks, m, n = sizes
+    problem = LinearCompressionProblem(batches, ks, m, n, dtype)
+    case = linear_compression.Case(problem, index)
+    weights, embeddings, parents = case.inputs()
 
-    def fn(*arrays: jax.Array, implementation: str | None) -> jax.Array:
-        terms = map(Term, arrays[:levels], arrays[levels:], parents)
+    def fn(*arrays: Any) -> jax.Array:
+        n = len(weights)
+        terms = map(Term, arrays[:n], arrays[n : 2 * n], arrays[2 * n :])
         return ikbo_jax.multilevel_linear_compression([*terms], implementation=implementation)
 
-    embeddings = ((batch, k, s.n) for batch, k in zip(s.batches, s.ks, strict=True))
-    return fn, (*((s.m, k) for k in s.ks), *embeddings)
+    return Contender("", "", fn, (*weights, *embeddings), parents)
 
 
-def _gdpa(sizes: GdpaSizes) -> Made:
-    s = sizes
+def _gdpa(
+    implementation: str | None,
+    queries: tuple[int, ...] | int,
+    keys: tuple[int, ...],
+    *sizes: int,
+    activation: str,
+    q_to_kv: tuple[int, ...] | None = None,
+    dtype: str = "bfloat16",
+) -> Contender:
+    """Makes a call of lengths and sizes N, K, H; one number of queries: broadcast queries."""
+    q_heads, kv_heads, head_dim = sizes
+    is_broadcast = isinstance(queries, int)
+    q_rows = queries if isinstance(queries, int) else sum(queries)
+    shapes = (q_rows, q_heads, head_dim), *2 * ((sum(keys), kv_heads, head_dim),)
+    args = tuple(normal(n, shape, dtype) for n, shape in enumerate(shapes))
+    cu_q = None if isinstance(queries, int) else jnp.asarray(offsets_of(np.asarray(queries)))
+    index = None if q_to_kv is None else jnp.asarray(q_to_kv, jnp.int32)
 
-    def offsets(lengths: tuple[int, ...]) -> jax.Array:
-        return jax.device_put(np.cumsum((0, *lengths)).astype(np.int32))
-
-    cu_q, rows = (
-        (None, s.queries) if isinstance(s.queries, int) else (offsets(s.queries), sum(s.queries))
-    )
-    cu_kv = offsets(s.keys)
-    index = None if s.q_to_kv is None else jax.device_put(np.asarray(s.q_to_kv, np.int32))
-
-    def fn(query: Any, key: Any, value: Any, *, implementation: str | None) -> jax.Array:
+    def fn(query: Any, key: Any, value: Any, cu_q: Any, cu_kv: Any, index: Any) -> jax.Array:
         return ikbo_jax.gdpa(
             *(query, key, value, cu_q, cu_kv),
-            activation=s.activation,
-            scale=s.head_dim**-0.5,
-            output_scale=1.0 if s.activation == "softmax" else 1 / max(s.keys),
+            activation=activation,
+            scale=head_dim**-0.5,
+            output_scale=1.0 if activation == "softmax" else 1 / max(keys),
             q_to_kv=index,
-            broadcast_q=cu_q is None,
+            broadcast_q=is_broadcast,
             implementation=implementation,
         )
 
-    keys = (sum(s.keys), s.kv_heads, s.head_dim)
-    return fn, ((rows, s.q_heads, s.head_dim), keys, keys)
+    return Contender("", "", fn, args, (cu_q, jnp.asarray(offsets_of(np.asarray(keys))), index))
+
+
+MAKERS: dict[str, Callable[..., Contender]] = {
+    "attention": _attention,
+    "few queries": _attention,
+    "linear compression": _compression,
+    "gdpa": _gdpa,
+}
+FORWARD, BOTH, MIXED = "forward", "both", (130, 0, 600, 64, 1)
+RAGGED: dict[str, Any] = {"is_ragged": True}
+HALF: dict[str, Any] = {"dtype": "float16"}
+UNSORTED: dict[str, Any] = {"index": "unsorted"}
+SHARED: dict[str, Any] = {"activation": "softmax", "q_to_kv": (2, 0, 1, 2)}
+#: Each op has sizes with several waves of tiles, with one tile, and with an unsorted index, users
+#: without candidates, and lengths of 0. "both": the result with all gradients.
+PROGRAMS: tuple[tuple[str, str, tuple[Any, ...], dict[str, Any]], ...] = (
+    ("attention", FORWARD, (1024, 16, 16, 512, 4, 4, 128), {}),
+    ("attention", FORWARD, (4, 2, 24, 40, 1, 1, 64), {}),
+    ("attention", FORWARD, (200, 40, 33, 77, 4, 2, 96), RAGGED | HALF),
+    ("attention", FORWARD, (64, 90, 40, 300, 2, 2, 256), RAGGED),
+    ("attention", BOTH, (512, 16, 24, 384, 4, 4, 64), {}),
+    ("attention", BOTH, (3, 2, 24, 40, 1, 1, 128), {}),
+    ("attention", BOTH, (150, 40, 33, 130, 4, 2, 128), RAGGED),
+    ("attention", BOTH, (64, 90, 40, 300, 2, 1, 192), RAGGED | HALF),
+    ("attention", BOTH, (64, 2, 64, 129, 2, 2, 256), {}),
+    ("few queries", FORWARD, (2048, 32, 1, 1024, 2, 2, 128), {}),
+    ("few queries", FORWARD, (1, 1, 1, 5, 1, 1, 64), {}),
+    ("few queries", FORWARD, (300, 90, 1, 333, 4, 4, 64), RAGGED | HALF),
+    ("few queries", FORWARD, (8, 1, 2, 8192, 2, 2, 128), {}),
+    ("few queries", BOTH, (700, 90, 1, 200, 2, 2, 128), RAGGED),
+    ("few queries", BOTH, (64, 1, 2, 1000, 1, 1, 64), {}),
+    ("linear compression", FORWARD, ((9, 512), (300, 200), 130, 256), {}),
+    ("linear compression", FORWARD, ((1, 1), (16, 24), 8, 64), {}),
+    ("linear compression", FORWARD, ((70, 90), (65, 33), 433, 40), UNSORTED | HALF),
+    ("linear compression", FORWARD, ((3, 20, 150), (64, 40, 70), 64, 128), UNSORTED),
+    ("linear compression", BOTH, ((9, 512), (300, 200), 130, 256), {}),
+    ("linear compression", BOTH, ((1, 1), (16, 24), 8, 64), {}),
+    ("linear compression", BOTH, ((70, 90), (65, 33), 433, 40), UNSORTED),
+    ("linear compression", BOTH, ((3, 20, 150), (64, 40, 70), 64, 128), UNSORTED),
+    ("gdpa", FORWARD, (MIXED * 16, MIXED * 16, 4, 4, 128), {"activation": "gelu"}),
+    ("gdpa", FORWARD, ((5,), (9,), 1, 1, 64), {"activation": "silu"}),
+    ("gdpa", FORWARD, ((70, 0, 5, 130), (40, 0, 129), 2, 1, 96), SHARED),
+    ("gdpa", FORWARD, (16, (300, 0, 7, 129) * 8, 2, 2, 128), {"activation": "gelu_tanh"} | HALF),
+    ("gdpa", BOTH, (MIXED * 8, MIXED * 8, 4, 4, 128), {"activation": "gelu"}),
+    ("gdpa", BOTH, ((5,), (9,), 1, 1, 64), {"activation": "silu"}),
+    ("gdpa", BOTH, ((70, 0, 5, 130), (40, 0, 129), 2, 1, 64), SHARED),
+    ("gdpa", BOTH, (16, (300, 0, 7, 129) * 4, 2, 2, 128), {"activation": "relu"}),
+    ("gdpa", BOTH, ((200, 65), (64, 64), 2, 2, 96), {"activation": "gelu_tanh"} | HALF),
+)
+
+
+def name_of(op: str, direction: str, sizes: Sequence[Any], options: dict[str, Any]) -> str:
+    """Names a program by its sizes, long ones shortened."""
+    words = [str(x) for x in (*sizes, *options.values())]
+    return " ".join([op, direction, *(x if len(x) < 30 else f"{x[:26]}...)" for x in words)])
 
 
 # Soaking
@@ -257,21 +214,13 @@ def repeated(fn: Callable[..., Any]) -> Callable[..., Any]:
             # Makes the arrays depend on the step before: no step is left out or moved.
             differences, held = jax.lax.optimization_barrier((differences, arrays))
             found = fn(*held)
-            return differences + _differs(found, expected), found
+            pairs = zip(*map(jax.tree.leaves, (found, expected)), strict=True)
+            differing = jnp.stack([jnp.any(bits(x) != bits(y)) for x, y in pairs])
+            return differences + jnp.any(differing).astype(jnp.int32), found
 
         return jax.lax.fori_loop(0, REPEATS, step, (differences, expected))
 
     return run
-
-
-def _differs(found: Any, expected: Any) -> jax.Array:
-    def any_bit(x: jax.Array, y: jax.Array) -> jax.Array:
-        bits = jnp.dtype(f"uint{8 * x.dtype.itemsize}")
-        as_bits = functools.partial(jax.lax.bitcast_convert_type, new_dtype=bits)
-        return jnp.any(as_bits(x) != as_bits(y))
-
-    differing = jax.tree.leaves(jax.tree.map(any_bit, found, expected))
-    return jnp.any(jnp.stack(differing)).astype(jnp.int32)
 
 
 def count_launches(text: str, target: str = "mosaic_gpu") -> int:
@@ -304,60 +253,46 @@ def count_launches(text: str, target: str = "mosaic_gpu") -> int:
     return launches(entry)
 
 
-class Queue:
-    """Calls that have not ended; `on_hang` gets a program's name if its call takes `hang_s`."""
+def wait(calls: Mapping[str, Any], hang_s: float, on_hang: Callable[[str], Any]) -> None:
+    """Waits for calls by program, in their order; `on_hang` gets the first that does not end."""
 
-    def __init__(self, hang_s: float, on_hang: Callable[[str], Any]) -> None:
-        self._calls: collections.deque[tuple[str, Any]] = collections.deque()
-        self._hang_s, self._on_hang = hang_s, on_hang
+    def name_it() -> None:
+        on_hang(next((name for name, x in calls.items() if not x.is_ready()), "none"))
 
-    def add(self, name: str, differences: jax.Array) -> None:
-        """Adds a call; waits until at most `QUEUE` calls have not ended."""
-        self._calls.append((name, differences))
-        if len(self._calls) > QUEUE:
-            self.wait(QUEUE // 2)
-
-    def wait(self, most: int = 0) -> None:
-        """Waits until at most `most` calls have not ended."""
-        while len(self._calls) > most:
-            name, differences = self._calls.popleft()
-            if not differences.is_ready():
-                watchdog = threading.Timer(self._hang_s, self._on_hang, [name])
-                watchdog.start()
-                differences.block_until_ready()
-                watchdog.cancel()
+    watchdog = threading.Timer(hang_s, name_it)
+    watchdog.start()
+    jax.block_until_ready([*calls.values()])
+    watchdog.cancel()
 
 
-def compile_all(log: Callable[[str], None], queue: Queue) -> list[Soaked]:
+def compile_all(log: Callable[[str], None], on_hang: Callable[[str], Any]) -> list[Soaked]:
     """Compiles the programs and runs each once, for the results that all later ones must have."""
-    options = UNTIMED_ON_GPU if _on_gpu() else None
-    found = list(programs("mosaic_gpu" if _on_gpu() else None))
+    options, implementation = (UNTIMED_ON_GPU, "mosaic_gpu") if _on_gpu() else (None, None)
     with ThreadPoolExecutor(min(WORKERS, os.cpu_count() or 1)) as pool:
         futures = []
-        for program in found:
-            expected = jax.eval_shape(program.fn, *program.arrays)
+        for op, direction, sizes, more in PROGRAMS:
+            contender = MAKERS[op](implementation, *sizes, **more)
+            fn, arrays = in_direction(contender, direction)
+            expected = jax.eval_shape(fn, *arrays)
             # Python traces one program at a time; XLA compiles without Python's lock.
-            lowered = jax.jit(repeated(program.fn)).lower(jnp.int32(0), expected, *program.arrays)
-            futures.append(pool.submit(lowered.compile, options))
+            lowered = jax.jit(repeated(fn)).lower(jnp.int32(0), expected, *arrays)
+            futures.append((arrays, expected, pool.submit(lowered.compile, options)))
         soaked = []
-        for program, compiled in zip(found, futures, strict=True):
-            soaked.append(_first_run(program, compiled.result(), queue))
-            log(f"{soaked[-1].launches} launches a call: {program.name}")
+        for program, (arrays, shapes, compiled) in zip(PROGRAMS, futures, strict=True):
+            found = _first_run(name_of(*program), compiled.result(), shapes, arrays, on_hang)
+            log(f"{found.launches} launches a call: {found.name}")
+            soaked.append(found)
     return soaked
 
 
-def _first_run(program: Program, compiled: Any, queue: Queue) -> Soaked:
-    shapes = jax.eval_shape(program.fn, *program.arrays)
+def _first_run(
+    name: str, compiled: Any, shapes: Any, arrays: tuple, on_hang: Callable[[str], Any]
+) -> Soaked:
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-    differences, expected = compiled(jnp.int32(0), zeros, *program.arrays)
-    queue.add(program.name, differences)
-    queue.wait()
-    launches = count_launches(compiled.as_text())
-    return Soaked(
-        program.name,
-        lambda differences: compiled(differences, expected, *program.arrays)[0],
-        launches or (0 if _on_gpu() else REPEATS),
-    )
+    differences, expected = compiled(jnp.int32(0), zeros, *arrays)
+    wait({name: differences}, HANG_S, on_hang)
+    launches = count_launches(compiled.as_text()) or (0 if _on_gpu() else REPEATS)
+    return Soaked(name, lambda counted: compiled(counted, expected, *arrays)[0], launches)
 
 
 def _on_gpu() -> bool:
@@ -365,7 +300,7 @@ def _on_gpu() -> bool:
 
 
 def soak(
-    programs: Sequence[Soaked], number: int, end: float, queue: Queue
+    programs: Sequence[Soaked], number: int, end: float, on_hang: Callable[[str], Any]
 ) -> tuple[dict[str, int], dict[str, int]]:
     """Calls programs in random order until `number` kernels are launched or the monotonic `end`.
 
@@ -373,18 +308,19 @@ def soak(
     """
     rng, launches = np.random.default_rng(SEED), 0
     calls = dict.fromkeys((p.name for p in programs), 0)
-    differences = [jnp.int32(0)] * len(programs)
+    differences = {p.name: jnp.int32(0) for p in programs}
     while launches < number and time.monotonic() < end:
         # Every program is called in every round, and any one may follow any other one.
         for n in rng.permutation(len(programs)):
-            differences[n] = programs[n].call(differences[n])
-            queue.add(programs[n].name, differences[n])
-            calls[programs[n].name] += 1
+            name = programs[n].name
+            # Deleted first, so that the last entry is of the last call.
+            differences[name] = programs[n].call(differences.pop(name))
+            calls[name] += 1
             launches += programs[n].launches
             if launches >= number:
                 break
-    queue.wait()
-    return calls, {p.name: int(x) for p, x in zip(programs, differences, strict=True)}
+        wait(differences, HANG_S, on_hang)
+    return calls, {name: int(x) for name, x in differences.items()}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -405,15 +341,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(message, file=sys.stderr, flush=True)
         os._exit(1)
 
-    queue = Queue(HANG_S, on_hang)
     with terminal.progress() as log:
-        programs = compile_all(log, queue)
+        programs = compile_all(log, on_hang)
     compiled_s = time.monotonic() - begin
     end = time.monotonic() + args.budget_s
-    calls, wrong = soak(programs, args.launches, end, queue)
+    calls, wrong_steps = soak(programs, args.launches, end, on_hang)
     entries: list[dict[str, Any]] = [
         {"name": p.name, "launches_per_call": p.launches, "calls": calls[p.name]}
-        | {"launches": calls[p.name] * p.launches, "wrong_steps": wrong[p.name]}
+        | {"launches": calls[p.name] * p.launches, "wrong_steps": wrong_steps[p.name]}
         for p in programs
     ]
     results |= {
@@ -425,22 +360,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         "programs": entries,
     }
     timing.write_results(args.out, results)
-    return _report(results)
-
-
-def _report(results: dict[str, Any]) -> int:
-    """Prints the figures; returns the exit status."""
-    programs, is_short = results["programs"], results["launches"] < results["wanted"]
-    wrong = [p for p in programs if p["wrong_steps"]]
-    idle = [f"launches no kernel: {p['name']}" for p in programs if not p["launches_per_call"]]
+    wrong = [p for p in entries if p["wrong_steps"]]
+    idle = [f"launches no kernel: {p['name']}" for p in entries if not p["launches_per_call"]]
     print(
         f"{results['launches']} launches of {len(programs)} programs in {results['soaked_s']:.0f} s"
-        f" after {results['compiled_s']:.0f} s of compilation, "
-        f"{sum(p['wrong_steps'] for p in wrong)} steps with another result than the first"
+        f" after {compiled_s:.0f} s of compilation, "
+        f"{sum(wrong_steps.values())} steps with another result than the first"
     )
     print(*(f"DIFFERS in {p['wrong_steps']} steps: {p['name']}" for p in wrong), *idle, sep="\n")
-    if is_short:
-        print(f"{results['wanted']} launches were not reached in time", file=sys.stderr)
+    if is_short := results["launches"] < args.launches:
+        print(f"{args.launches} launches were not reached in time", file=sys.stderr)
     return 1 if wrong or idle or is_short else 0
 
 

@@ -106,12 +106,8 @@ def number(record: Record | None, field: str, digits: int = 4, missing: str = "n
     return missing if record is None else f"{record[field]:.{digits}f}"
 
 
-def ours(header: str, field: str, digits: int) -> Cell:
-    """Makes a column with a figure of this library's provider."""
-    return header, lambda p: number(provider_of(p, OUR_NAME), field, digits, "-")
-
-
-FRACTION = ours("fraction", "fraction", 3)
+#: A column with this library's fraction of the matmul.
+FRACTION: Cell = "fraction", lambda p: number(provider_of(p, OUR_NAME), "fraction", 3, "-")
 
 
 def bars_of(results: Record, bars: Bars) -> Cell:
@@ -195,12 +191,6 @@ def attention(results: Record) -> dict[str, str]:
     }
 
 
-def gdpa_prefix(results: Record) -> str:
-    """Names blocks and plot; results of backward passes only have another name."""
-    directions = {p["direction"] for p in results["points"]}
-    return "gdpa-backward" if directions == {"backward"} else "gdpa"
-
-
 def gdpa(results: Record) -> dict[str, str]:
     """Makes the tables over the largest length and of the other sweeps."""
 
@@ -214,7 +204,9 @@ def gdpa(results: Record) -> dict[str, str]:
         ]
         return _op_table(results, points, columns, of_gdpa.bars)
 
-    prefix = gdpa_prefix(results)
+    # Results of backward passes only have blocks of their own.
+    directions = {p["direction"] for p in results["points"]}
+    prefix = "gdpa-backward" if directions == {"backward"} else "gdpa"
     return {f"{prefix}-lengths": table(True), f"{prefix}-sweeps": table(False)}
 
 

@@ -1,5 +1,6 @@
 """Tables of the documentation, of networks and of drawn workloads; see `tables`."""
 
+import statistics
 from collections.abc import Sequence
 
 from benchmarks import production as of_production
@@ -174,23 +175,26 @@ def scaling(results: Record) -> dict[str, str]:
 
 def production(results: Record) -> dict[str, str]:
     """Makes the tables of means and of the slowest points."""
-    means: list[tuple[str, ...]] = [
-        (
-            found.sweep.replace("_", " ").replace("both", "with gradients"),
-            str(len(found.compared)),
-            *(f"{found.fraction:.2f}", f"{found.speedup:.2f}×", str(found.slower)),
-            f"{found.bars[0] or '-'}, {found.bars[1]}×, none slower",
-        )
-        for found in of_production.means(results)
-    ]
+    means: list[tuple[str, ...]] = []
+    for sweep in of_production.SWEEPS:
+        found = of_production.compared(points_of(results, sweep))
+        if not found:
+            continue
+        ours = [record for _, p in found if (record := provider_of(p, OUR_NAME)) is not None]
+        fraction = statistics.geometric_mean(float(record["fraction"]) for record in ours)
+        speedup = statistics.geometric_mean(ratio for ratio, _ in found)
+        slower = sum(ratio < 1 / of_production.SLOWEST_BAR for ratio, _ in found)
+        name = sweep.replace("_", " ").replace("both", "with gradients")
+        bar, speed_bar = of_production.MEAN_BARS[sweep.split()[0]]
+        figures = str(len(found)), f"{fraction:.2f}", f"{speedup:.2f}×", str(slower)
+        means.append((name, *figures, f"{bar or '-'}, {speed_bar}×, none slower"))
     worst: list[tuple[str, ...]] = []
     for ratio, point in of_production.compared(results["points"])[: of_production.WORST]:
         other = of_production.alternative(point)
         name = f"{point['sweep'].replace('_', ' ')}, {point['label']}"
         both = (number(record, "median_ms") for record in (other, provider_of(point, OUR_NAME)))
-        roofline = f"{point['roofline_ms']:.4f}"
-        best = of_production.alternative_name(point)
-        worst.append((name, best, *both, roofline, f"{ratio:.2f}×"))
+        best = "-" if other is None else str(other["name"])
+        worst.append((name, best, *both, f"{point['roofline_ms']:.4f}", f"{ratio:.2f}×"))
     words = (
         "Sizes drawn from stated distributions (`benchmarks/production_draws.py`), none of them "
         "tuned for. The speed-up is relative to the best alternative; both columns are geometric "

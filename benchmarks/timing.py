@@ -53,10 +53,9 @@ def tflops(flops: float, ms: float) -> float:
     return flops / ms / 1e9
 
 
-def copy_ceiling(
-    num_bytes: int = COPY_BYTES, *, window_s: float = 0.2, rounds: int = 3
-) -> dict[str, Any]:
+def copy_ceiling(window_s: float, rounds: int) -> dict[str, Any]:
     """Times a copy within device memory; the rate counts bytes read and bytes written."""
+    num_bytes = COPY_BYTES if jax.default_backend() == "gpu" else 2**12
     source = jax.random.bits(jax.random.key(0), (num_bytes // 4,), jnp.uint32)
     copy = jax.jit(jnp.copy).lower(source).compile()
     ms = interleaved_ms({"copy": lambda: copy(source)}, window_s=window_s, rounds=rounds)["copy"]
@@ -64,17 +63,14 @@ def copy_ceiling(
     return {"bytes": source.nbytes, "ms": ms, "tb_per_s": rate}
 
 
-def device_name() -> str:
-    """Returns the name of the first device, e.g. "NVIDIA H200" or "cpu"."""
-    return str(jax.devices()[0].device_kind)
-
-
 def environment() -> dict[str, Any]:
     """Makes the field "environment" of a results file: device, versions, commit and date."""
+    query = ("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+    is_gpu = jax.default_backend() == "gpu"
     return {
-        "device": device_name(),
+        "device": str(jax.devices()[0].device_kind),
         "platform": jax.default_backend(),
-        "driver": _driver(),
+        "driver": (_output(*query) or "unknown").splitlines()[0] if is_gpu else None,
         "jax": jax.__version__,
         "python": platform.python_version(),
         "commit": commit(),
@@ -114,13 +110,6 @@ def read_results(path: pathlib.Path) -> dict[str, Any]:
     if results.get("schema") != SCHEMA:
         raise ValueError(f"{path} has schema {results.get('schema')!r}, expected {SCHEMA}")
     return results
-
-
-def _driver() -> str | None:
-    if jax.default_backend() != "gpu":
-        return None
-    query = ("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
-    return (_output(*query) or "unknown").splitlines()[0]
 
 
 def _output(*command: str) -> str:
@@ -163,13 +152,6 @@ _OPERATION = re.compile(
 )
 
 
-def part_of(scope: str) -> str:
-    """Finds the part that an operation belongs to, e.g. "attention backward"."""
-    found = [part for part in PARTS if re.search(rf"(?<![\w]){part}(?![\w])", scope)]
-    direction = " backward" if "transpose(" in scope else ""
-    return (found[-1] if found else "other") + direction
-
-
 def profile(name: str, step: Callable[[], Any], compiled: Any) -> dict[str, float]:
     """Profiles a few steps of a program compiled `WITHOUT_GRAPHS`; see `summed`."""
     program = compiled.as_text() or ""
@@ -190,7 +172,9 @@ def summed(
         ms = (event.end_ns - event.begin_ns) * scale
         times[event.name, scope] += ms
         counts[event.name, scope] += 1
-        parts[part_of(scope)] += ms
+        found = re.findall(rf"(?<![\w])(?:{'|'.join(PARTS)})(?![\w])", scope)
+        part = found[-1] if found else "other"
+        parts[part + (" backward" if "transpose(" in scope else "")] += ms
     wall = max((e.end_ns for e in events), default=0) - min((e.begin_ns for e in events), default=0)
     by_part = dict(sorted(parts.items(), key=itemgetter(1), reverse=True))
     words = ", ".join(f"{part} {ms:.3f}" for part, ms in by_part.items())

@@ -16,15 +16,15 @@ import functools
 import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 
 from benchmarks import harness, ranking, timing
 from benchmarks import training_networks as networks
 from benchmarks.harness import Benchmark, Point
-from benchmarks.records import OUR_NAME, Record, describe_all, provider_of
-from ikbo_jax.models import ranking as model
+from benchmarks.ranking import Version
+from benchmarks.records import OUR_NAME, Record, describe_all, faster, fastest, listed, provider_of
 
 #: The most telling first: a version's step compiles in 5 to 25 s.
 SWEEPS = ("default", "users", "gdpa", "ratio")
@@ -37,41 +37,20 @@ MS_BAR, BY_HAND_BAR, COPIES_BAR, USERS_BAR, GDPA_BAR = 13.5, 2.0, 5.0, 1.6, 1.3
 LOSS_TOLERANCE, NORM_TOLERANCE = 0.01, 0.05
 
 
-class Version(NamedTuple):
-    """One version of a network; with `is_other`, another function, whose results are not checked.
+def _of_gdpa(name: str, stage: str, attention: Callable[[], Any], **options: Any) -> Version:
+    def make(sizes: networks.Sizes) -> networks.Network:
+        return functools.partial(networks.network, attention(), sizes)
 
-    `make` takes a point's sizes and returns a function of parameters and inputs. It raises
-    NotImplementedError with the reason if the version cannot run here.
-    """
-
-    name: str
-    stage: str
-    make: Callable[[Any], networks.Network]
-    is_other: bool = False
+    return Version(name, stage, make, **options)
 
 
-def _of_ranking(provider: ranking.Provider) -> Version:
-    def make(sizes: model.Sizes) -> networks.Network:
-        return provider.make(ranking.max_candidates_per_user(sizes))
-
-    return Version(provider.name, provider.stage, make)
-
-
-def _of_gdpa(attentions: Any) -> Callable[[networks.Sizes], networks.Network]:
-    return lambda sizes: functools.partial(networks.network, attentions, sizes)
-
-
-OF_RANKING = tuple(map(_of_ranking, reversed(ranking.ALL)))
+OF_RANKING = ranking.ALL[::-1]
 CUDNN = "softmax attention by cuDNN over padded sequences"
 OF_GDPA = (
-    Version("xla", "products over padded sequences, in XLA", _of_gdpa(networks.xla)),
-    Version(OUR_NAME, "ikbo_jax.gdpa on jagged rows", _of_gdpa(networks.ours)),
-    Version("cudnn-softmax", CUDNN, _of_gdpa(networks.softmax), is_other=True),
+    _of_gdpa("xla", "products over padded sequences, in XLA", lambda: networks.xla),
+    _of_gdpa(OUR_NAME, "ikbo_jax.gdpa on jagged rows", lambda: networks.ours),
+    _of_gdpa("cudnn-softmax", CUDNN, networks.softmax, is_other=True),
 )
-
-
-def _is_gdpa(point: Point) -> bool:
-    return isinstance(point.case, networks.Sizes)
 
 
 def points(sweep: str) -> Iterator[Point]:
@@ -98,7 +77,7 @@ def points(sweep: str) -> Iterator[Point]:
 
 def shrink(point: Point) -> Point:
     """Makes the point's sizes small enough for a CPU."""
-    if _is_gdpa(point):
+    if point.sweep == "gdpa":
         small: Any = networks.Sizes(12, 24, 32, 2, 16, 4, 1, "float32")
     else:
         queries = max(1, point.case.queries // 16)
@@ -185,7 +164,7 @@ def measure_point(
             _run_first(contender, task)
     _check(versions, contenders, task.expected)
     measured = harness.measure(contenders, protocol)
-    samples = point.case.batch if _is_gdpa(point) else point.case.candidates
+    samples = point.case.batch if point.sweep == "gdpa" else point.case.candidates
     for contender, lowered in found:
         record = contender.record
         if "median_ms" not in record:
@@ -204,29 +183,27 @@ def bars(point: Record, all_points: Sequence[Record], name: str) -> str:
     if ours is None or name != (OUR_NAME if is_gdpa else ranking.OURS.name):
         return ""
     if is_gdpa:
-        others = [p["median_ms"] for p in point["providers"] if "median_ms" in p and p != ours]
-        faster = min(others, default=math.nan) / ours["median_ms"]
-        return f"{faster:.2f} x the better of the others, bar {GDPA_BAR}"
+        other = fastest(p for p in point["providers"] if p != ours)
+        return faster(ours, other, "the better of the others", GDPA_BAR)
     found = []
     hand, copies = (provider_of(point, p.name) for p in (ranking.BY_HAND, ranking.COPIES))
+    hand_bar = {"default": BY_HAND_BAR, "users": USERS_BAR}.get(point["sweep"])
     if point["sweep"] == "default":
         found.append(f"{ours['median_ms']:.2f} ms, bar {MS_BAR}")
-    hand_bar = {"default": BY_HAND_BAR, "users": USERS_BAR}.get(point["sweep"])
     if hand is not None and hand_bar is not None:
-        found.append(f"{hand['median_ms'] / ours['median_ms']:.2f} x XLA by hand, bar {hand_bar}")
         share = ours.get("peak_bytes", math.nan) / hand.get("peak_bytes", math.nan)
+        found.append(faster(ours, hand, "XLA by hand", hand_bar))
         found.append(f"{share:.2f} of its memory, bar 1")
-    if copies is not None and point["sweep"] == "default":
-        faster = copies["median_ms"] / ours["median_ms"]
-        found.append(f"{faster:.2f} x the copies, bar {COPIES_BAR}")
-    return "; ".join(found)
+    if point["sweep"] == "default":
+        found.append(faster(ours, copies, "the copies", COPIES_BAR))
+    return listed(*found)
 
 
 def _measure(point: Point, run: harness.Run) -> dict[str, Any]:
     # Sweeps omit the tuned copies, which take longer to compile than to time.
     chosen = [
         version
-        for version in (OF_GDPA if _is_gdpa(point) else OF_RANKING)
+        for version in (OF_GDPA if point.sweep == "gdpa" else OF_RANKING)
         if point.sweep == "default" or version.name != ranking.TUNED.name
     ]
     return measure_point(point, chosen, run.protocol, run.options.profile)

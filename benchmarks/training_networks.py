@@ -65,16 +65,15 @@ class Inputs(NamedTuple):
     offsets: jax.Array
 
 
-class Attention(NamedTuple):
-    """The three attentions of a block, on projected query, key and value [rows, N, H].
+class Sequences(NamedTuple):
+    """Sequences of up to `longest` rows; without offsets, all have the same rows."""
 
-    `pool` takes the queries of the seeds, the same for all sequences; `over_pooled` takes keys and
-    values of batch · seeds rows.
-    """
+    offsets: jax.Array | None
+    longest: int
 
-    over_itself: Callable[..., jax.Array]
-    pool: Callable[..., jax.Array]
-    over_pooled: Callable[..., jax.Array]
+
+#: Takes projected query, key and value [rows, N, H], and the sequences of queries and of keys.
+Attention = Callable[..., jax.Array]
 
 
 def init(sizes: Sizes, seed: int | jax.Array = 0) -> dict[str, Any]:
@@ -114,108 +113,69 @@ def draw_sequences(sizes: Sizes, seed: int = 0) -> tuple[Inputs, jax.Array]:
     return Inputs(rows, offsets), labels
 
 
-def network(
-    make: Callable[[Sizes, Inputs], Attention], sizes: Sizes, params: Any, inputs: Inputs
-) -> jax.Array:
-    """Computes logits [batch, 1] f32; `make` makes the attentions of sizes and inputs."""
-    attention, rows = make(sizes, inputs), inputs.rows
-    pooled = rows
+def network(attend: Attention, sizes: Sizes, params: Any, inputs: Inputs) -> jax.Array:
+    """Computes logits [batch, 1] f32."""
+    offsets = jnp.arange(sizes.batch + 1, dtype=jnp.int32) * sizes.seeds
+    own, of_pool = Sequences(inputs.offsets, sizes.max_length), Sequences(offsets, sizes.seeds)
+    of_seeds = Sequences(None, sizes.seeds)
+    pooled = rows = inputs.rows
     for block in params["blocks"]:
         normed = rms_norm(rows)
         with jax.named_scope("self_attention"):
-            out = attention.over_itself(*functional.projected(block["attention"], normed, normed))
+            qkv = functional.projected(block["attention"], normed, normed)
+            out = attend(*qkv, own, own)
             rows = rows + functional.merge_heads(out, block["attention"]["w_out"])
         normed = rms_norm(rows)
         with jax.named_scope("pma"):
-            out = attention.pool(*functional.projected(block["pma"], block["pma"]["seeds"], normed))
+            qkv = functional.projected(block["pma"], block["pma"]["seeds"], normed)
+            out = attend(*qkv, of_seeds, own)
             pooled = rms_norm(functional.merge_heads(out, block["pma"]["w_out"]))
         with jax.named_scope("pffn"):
-            out = attention.over_pooled(*functional.projected(block["pffn"], normed, pooled))
+            out = attend(*functional.projected(block["pffn"], normed, pooled), own, of_pool)
             rows = rows + functional.merge_heads(out, block["pffn"]["w_out"])
     final = jnp.mean(pooled.reshape(sizes.batch, sizes.seeds, -1), axis=1)
     logits = jax.nn.gelu(final @ params["w_hidden"]) @ params["w_logits"]
     return logits.astype(jnp.float32)
 
 
-def ours(sizes: Sizes, inputs: Inputs) -> Attention:
-    """Makes the attentions of `ikbo_jax.gdpa`."""
-    offsets = inputs.offsets
-    pooled = jnp.arange(sizes.batch + 1, dtype=jnp.int32) * sizes.seeds
-    gdpa = functools.partial(
-        ikbo_jax.gdpa, activation=ACTIVATION, approx=APPROX, scale=sizes.head_dim**-0.5
-    )
-    of_sequence = {"output_scale": sizes.max_length**-0.5, "max_seqlen_kv": sizes.max_length}
-    return Attention(
-        lambda q, k, v: gdpa(
-            q, k, v, offsets, offsets, max_seqlen_q=sizes.max_length, **of_sequence
-        ),
-        lambda q, k, v: gdpa(q, k, v, None, offsets, broadcast_q=True, **of_sequence),
-        lambda q, k, v: gdpa(
-            *(q, k, v, offsets, pooled),
-            max_seqlen_q=sizes.max_length,
-            max_seqlen_kv=sizes.seeds,
-            output_scale=sizes.seeds**-0.5,
-        ),
+def ours(query: Any, key: Any, value: Any, queries: Sequences, keys: Sequences) -> jax.Array:
+    """Attends by `ikbo_jax.gdpa`."""
+    is_broadcast, cu_kv = queries.offsets is None, keys.offsets
+    assert cu_kv is not None
+    return ikbo_jax.gdpa(
+        *(query, key, value, queries.offsets, cu_kv),
+        activation=ACTIVATION,
+        approx=APPROX,
+        scale=query.shape[-1] ** -0.5,
+        output_scale=keys.longest**-0.5,
+        broadcast_q=is_broadcast,
+        max_seqlen_q=None if is_broadcast else queries.longest,
+        max_seqlen_kv=keys.longest,
     )
 
 
-#: Takes query [B, T, N, H], key and value, lengths of queries and of keys [B], and the scale of the
-#: result; returns [B, T, N, H]. Rows beyond a length are arbitrary.
-Dense = Callable[..., jax.Array]
+def _padded(attend: Callable[..., jax.Array]) -> Attention:
+    def run(query: Any, key: Any, value: Any, queries: Sequences, keys: Sequences) -> jax.Array:
+        op = production_providers.padded(attend, queries.longest, keys.longest)
+        return op(query, key, value, queries.offsets, keys.offsets)
+
+    return run
 
 
-def _activated(query: Any, key: Any, value: Any, _: Any, kv_lengths: Any, scale: float) -> Any:
+@_padded
+def xla(query: Any, key: Any, value: Any, _: Any, kv_lengths: Any) -> Any:
     """Computes products over padded sequences, with scores of all pairs in memory."""
     scores = einsum_f32("btnh,bsnh->bnts", query, key) * jnp.float32(query.shape[-1] ** -0.5)
     weights = elementwise(ACTIVATION, None).value(scores).astype(value.dtype)
     is_key = jnp.arange(key.shape[1], dtype=jnp.int32)[None] < kv_lengths[:, None]
     weights = jnp.where(is_key[:, None, None], weights, 0)
     out = jnp.einsum("bnts,bsnh->btnh", weights, value)
-    return out * jnp.asarray(scale, out.dtype)
+    return out * jnp.asarray(key.shape[1] ** -0.5, out.dtype)
 
 
-def _padded(sizes: Sizes, inputs: Inputs, attend: Dense) -> Attention:
-    """Makes the attentions by `attend`, over sequences padded to the longest one."""
-    batch, longest, seeds = sizes.batch, sizes.max_length, sizes.seeds
-    offsets = inputs.offsets
-    lengths = offsets[1:] - offsets[:-1]
-    pad, unpad = production_providers.padding(offsets, inputs.rows.shape[0], longest)
-
-    def over_itself(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
-        arrays = map(pad, (query, key, value))
-        return unpad(attend(*arrays, lengths, lengths, longest**-0.5))
-
-    def pool(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
-        query = jnp.broadcast_to(query, (batch, *query.shape))
-        # cuDNN takes both lengths or none.
-        every = jnp.full_like(lengths, seeds)
-        out = attend(query, pad(key), pad(value), every, lengths, longest**-0.5)
-        return out.reshape(-1, *out.shape[2:])
-
-    def over_pooled(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
-        key, value = (x.reshape(batch, seeds, *x.shape[1:]) for x in (key, value))
-        every = jnp.full_like(lengths, seeds)
-        return unpad(attend(pad(query), key, value, lengths, every, seeds**-0.5))
-
-    return Attention(over_itself, pool, over_pooled)
-
-
-def xla(sizes: Sizes, inputs: Inputs) -> Attention:
-    """Makes products over padded sequences, by XLA."""
-    return _padded(sizes, inputs, _activated)
-
-
-def softmax(
-    sizes: Sizes, inputs: Inputs, library: production_providers.Library = production_providers.cudnn
-) -> Attention:
+def softmax(library: production_providers.Library = production_providers.cudnn) -> Attention:
     """Makes softmax attention in place of all three; raises NotImplementedError without cuDNN."""
-    by_library = library()
-
-    def attend(query: Any, key: Any, value: Any, q: Any, kv: Any, _: float) -> jax.Array:
-        with jax.numpy_dtype_promotion("standard"):
-            return by_library(query, key, value, query_seq_lengths=q, key_value_seq_lengths=kv)
-
-    return _padded(sizes, inputs, attend)
+    return _padded(production_providers.softmax(library))
 
 
 # Steps and tasks
@@ -307,27 +267,18 @@ class Task(NamedTuple):
 
 
 def task_of(sizes: Any) -> Task:
-    """Draws the seeded task of a point, on the device."""
-    if isinstance(sizes, Sizes):
-        params, (inputs, labels) = init(sizes), draw_sequences(sizes)
-        return Task(params, inputs, labels, _gdpa_loss(sizes, params, inputs, labels))
-    params = ranking.init(sizes)
-    inputs, labels = draw(sizes, 0, ranking.user_index(sizes))
-    logits = _untimed(cases.oracle, params, inputs)(params, inputs)
-    loss = float(jnp.mean(jax.nn.softplus(-labels * logits)))
-    return Task(params, inputs, labels, loss)
-
-
-def _gdpa_loss(sizes: Sizes, params: Any, inputs: Any, labels: jax.Array) -> float:
-    """Computes the padded network's loss in float32, of parameters rounded as in a step."""
+    """Draws the seeded task of a point, on the device; an oracle computes the first loss."""
+    options = programs.UNTIMED_ON_GPU if jax.default_backend() == "gpu" else None
+    untimed = functools.partial(jax.jit, compiler_options=options)
+    if not isinstance(sizes, Sizes):
+        params = ranking.init(sizes)
+        inputs, labels = draw(sizes, 0, ranking.user_index(sizes))
+        logits = untimed(cases.oracle)(params, inputs)
+        return Task(params, inputs, labels, float(jnp.mean(jax.nn.softplus(-labels * logits))))
+    # The padded network in float32, of parameters rounded as in a step.
+    params, (inputs, labels) = init(sizes), draw_sequences(sizes)
     wide = inputs._replace(rows=inputs.rows.astype(jnp.float32))
     rounded = jax.tree.map(lambda x: x.astype(sizes.dtype).astype(jnp.float32), params)
     loss = loss_of(functools.partial(network, xla, sizes), jnp.float32)
     with jax.default_matmul_precision("highest"):
-        return float(_untimed(loss, rounded, wide, labels)(rounded, wide, labels))
-
-
-def _untimed(fn: Callable[..., Any], *args: Any) -> Any:
-    """Compiles `fn` for `args` quickly: its time does not matter."""
-    options = programs.UNTIMED_ON_GPU if jax.default_backend() == "gpu" else None
-    return jax.jit(fn).lower(*args).compile(options)
+        return Task(params, inputs, labels, float(untimed(loss)(rounded, wide, labels)))

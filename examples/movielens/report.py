@@ -67,8 +67,8 @@ def _quality(found: Record) -> tuple[str, ...]:
     )
 
 
-def draw(results: Record, path: pathlib.Path) -> None:
-    """Plots the mean of the seeds' losses and AUCs, with the range of the seeds."""
+def draw(results: Record, path: pathlib.Path) -> bool:
+    """Plots the mean of the seeds' losses and AUCs, with the range of the seeds; returns if any."""
     steps = results["protocol"]["training"]["steps"]
     words = dict(MOVIELENS)
     with plots.saved(path, 2, size=(9, 4)) as (figure, panels):
@@ -86,6 +86,7 @@ def draw(results: Record, path: pathlib.Path) -> None:
             panel.set_xlabel("steps")
         plots.legend_below(figure, losses, 1)
         figure.suptitle("MovieLens-100k: mean of the seeds, and their range")
+    return bool(results["curves"])
 
 
 def _band(axis: Any, over: list[float], values: list[list[float]], label: str) -> None:

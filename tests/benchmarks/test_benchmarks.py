@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from benchmarks import harness, linear_compression, records, report, tables, timing
+from benchmarks.records import OUR_NAME
 from ikbo_jax._timing import interleaved_ms
 from ikbo_jax.cases.linear_compression import Case
 from ikbo_jax.problems import LinearCompressionProblem
@@ -47,7 +48,7 @@ def test_by_turns_alternates_and_gives_one_sample_a_round():
 def test_rates():
     assert timing.tflops(2e12, 1.0) == pytest.approx(2000)
     assert timing.matmul_tflops(1.0, 1000) == pytest.approx(2.0)
-    copy = timing.copy_ceiling(2**12, window_s=0.001, rounds=1)
+    copy = timing.copy_ceiling(0.001, 1)
     assert copy["bytes"] == 2**12
     assert copy["tb_per_s"] == pytest.approx(2 * 2**12 / copy["ms"][0] / 1e9)
 
@@ -99,11 +100,8 @@ def test_inputs_follow_the_point():
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_every_provider_agrees_with_the_oracle_or_says_why_not(dtype):
-    measured = linear_compression.measure_point(
-        point("default", dtype),
-        linear_compression.all_providers(dataclasses.replace(TINY, dtype=dtype)),
-        SHORT,
-    )
+    stages = linear_compression.stages(dataclasses.replace(TINY, dtype=dtype))
+    measured = linear_compression.measure_versions(point("default", dtype), stages, SHORT)
     records = {record["name"]: record for record in measured["providers"]}
     expected = {"materialised", "materialised-aligned", "xla", "ikbo"}
     assert expected <= records.keys()
@@ -132,12 +130,12 @@ def test_a_wrong_provider_is_caught_and_a_failing_one_recorded():
     def failing(*inputs: jax.Array) -> jax.Array:
         raise RuntimeError("broken")
 
-    contenders = [linear_compression.Provider(fn.__name__, "", fn) for fn in (wrong, nan, failing)]
-    contenders.append(linear_compression.XLA)
-    found = linear_compression.measure_point(point("default"), contenders, SHORT)
+    versions = {OUR_NAME: ("", failing), "xla": linear_compression.XLA}
+    versions |= {fn.__name__: ("", fn) for fn in (wrong, nan)}
+    found = linear_compression.measure_versions(point("default"), versions, SHORT)
     ok = [record.get("ok") for record in found["providers"]]
-    assert ok == [False, False, None, True]
-    assert found["providers"][2]["failure"] == "RuntimeError: broken"
+    assert ok == [None, True, False, False]
+    assert found["providers"][0]["failure"] == "RuntimeError: broken"
     results = {
         "points": [{"sweep": "m", "label": "tiny"} | found],
         "environment": {"platform": "cpu"},
@@ -162,7 +160,6 @@ def run(path, *options: str, **changes) -> dict:
 
 
 def test_run_writes_every_point_and_the_report_reads_it(tmp_path, monkeypatch):
-    monkeypatch.setattr(timing, "COPY_BYTES", 2**12)
     path = tmp_path / "results" / "run.json"
     sweeps = ("default", "m", "ratio")
     run(path, points=lambda options: map(point, sweeps), shrink=lambda point: point)
@@ -180,23 +177,6 @@ def test_run_writes_every_point_and_the_report_reads_it(tmp_path, monkeypatch):
     for body in report.blocks(results, "README.md").values():
         assert body.endswith("\n")
     assert "tiny" in tables.linear_compression_sweeps(results)
-
-
-def test_sizes_that_sweeps_share_are_timed_once(tmp_path, monkeypatch):
-    real, measured = linear_compression.measure_point, []
-
-    def counted(point, *args, **kwargs):
-        measured.append(point.label)
-        return real(point, *args, **kwargs)
-
-    monkeypatch.setattr(timing, "COPY_BYTES", 2**12)
-    monkeypatch.setattr(linear_compression, "measure_point", counted)
-    shrink = lambda p: p.resized(**dataclasses.asdict(TINY))  # noqa: E731
-    options = ("--sweep", "default", "n", "--dtype", "bfloat16")
-    results = run(tmp_path / "r.json", *options, shrink=shrink)
-    assert measured == ["bfloat16"]
-    assert [p["label"] for p in results["points"]] == ["bfloat16", "N=128", "N=256", "N=512"]
-    assert [p["sweep"] for p in results["points"]] == ["default", "n", "n", "n"]
 
 
 def test_budget_leaves_points_out_and_says_so(tmp_path):
@@ -330,19 +310,19 @@ def test_own_documents_have_sound_blocks_of_known_names(document):
     assert {match["name"] for match in report._BLOCK.finditer(text)} <= known
 
 
-def test_a_point_that_raises_does_not_end_the_run(tmp_path, monkeypatch, capsys):
+def test_a_point_that_raises_does_not_end_the_run(tmp_path, capsys):
     """The points after it are measured, the file names it, and the run is no success."""
 
-    def measure(point):
+    def measure(point, run):
         if point.label == "large":
             raise MemoryError("no room")
-        return {"sweep": point.sweep, "label": point.label, "providers": []}
+        return {"providers": []}
 
     out = tmp_path / "some.json"
-    started = harness.Run("some", harness.parser("some").parse_args(["--quick", "--out", str(out)]))
-    todo = [harness.Point("sweep", label, None) for label in ("large", "small")]
-    results = started.measure(todo, measure, str)
+    points = [harness.Point("sweep", label, None) for label in ("large", "small")]
+    benchmark = harness.Benchmark("some", (), lambda _: points, lambda p: p, measure, str)
+    assert benchmark.main(["--quick", "--out", str(out)]) == 1
+    results = timing.read_results(out)
     assert [p["label"] for p in results["points"]] == ["small"]
-    assert timing.read_results(out)["failed"] == ["sweep large: MemoryError: no room"]
-    assert harness.print_results(results, "") == 1
+    assert results["failed"] == ["sweep large: MemoryError: no room"]
     assert "FAILED: sweep large" in capsys.readouterr().out

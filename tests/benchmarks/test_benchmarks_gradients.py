@@ -63,21 +63,23 @@ def tiny(point):
 def test_all_providers_are_right_and_wrong_ones_are_found():
     (point,) = map(tiny, linear_compression.gradient_points("dtype"))
 
-    def spoiled(inputs, cotangent):
-        (d_user, d_cand), d_embeddings = linear_compression.GRADIENTS[-1].fn(inputs, cotangent)
-        return (d_user, d_cand.at[0, 0].add(jnp.asarray(1, d_cand.dtype))), d_embeddings
+    def wrong(change):
+        """This library's result, with other gradients."""
+        op = jax.custom_vjp(linear_compression.OURS[1])
 
-    def nan(inputs, cotangent):
-        return jax.tree.map(lambda x: x * jnp.asarray(jnp.nan, x.dtype), inputs[:2])
+        def backward(pull, cotangent):
+            (d_user, d_cand), d_embeddings, _ = pull(cotangent)
+            return (d_user, change(d_cand)), d_embeddings, None
 
-    wrong = [linear_compression.Provider(fn.__name__, "", fn) for fn in (spoiled, nan)]
-    providers = (*linear_compression.GRADIENTS, *wrong)
-    measured = linear_compression.measure_gradients(point, providers, SHORT)
+        op.defvjp(lambda *inputs: jax.vjp(linear_compression.OURS[1], *inputs), backward)
+        return "", op
+
+    spoiled = wrong(lambda x: x.at[0, 0].add(jnp.asarray(1, x.dtype)))
+    nan = wrong(lambda x: x * jnp.asarray(jnp.nan, x.dtype))
+    versions = {**linear_compression.GRADIENTS, "spoiled": spoiled, "nan": nan}
+    measured = linear_compression.measure_versions(point, versions, SHORT)
     ok = {record["name"]: record.get("ok") for record in measured["providers"]}
-    assert ok == {p.name: True for p in linear_compression.GRADIENTS} | {
-        "spoiled": False,
-        "nan": False,
-    }
+    assert ok == {name: name not in ("spoiled", "nan") for name in versions}
     assert measured["useful_flops"] == 2 * 2 * 10 * 8 * (3 * 12 + 7 * 9)
     assert np.isnan(next(r for r in measured["providers"] if r["name"] == "nan")["error"])
 
@@ -101,8 +103,8 @@ def test_a_run_in_small_and_its_table(tmp_path, capfd):
 
 def test_points_that_no_process_compiled_are_timed(tmp_path, capfd, monkeypatch):
     monkeypatch.setattr(children, "command", lambda *args: [sys.executable, "-S", "-c", "raise"])
-    nothing = lambda point, *_: {**point.entry(), "providers": []}  # noqa: E731
-    monkeypatch.setattr(linear_compression, "measure_gradients", nothing)
+    nothing = lambda *_: {"providers": []}  # noqa: E731
+    monkeypatch.setattr(linear_compression, "measure_versions", nothing)
     out = tmp_path / "gradient.json"
     assert linear_compression.BENCHMARK.main(["--out", str(out), *OPTIONS]) == 0
     assert len(json.loads(out.read_text())["points"]) == 1

@@ -19,17 +19,16 @@ from benchmarks import (
     timing,
 )
 from benchmarks.production_draws import (
-    DRAWS,
+    KINDS,
     MAX_BYTES,
     MAX_FLOPS,
     AttentionShape,
     CompressionShape,
     GdpaShape,
 )
-from ikbo_jax.cases.error_rule import Check
 
 
-@pytest.mark.parametrize("op", DRAWS)
+@pytest.mark.parametrize("op", KINDS)
 def test_draws_repeat_and_a_larger_number_adds_to_them(op):
     few, many = production_draws.shapes(op, 5), production_draws.shapes(op, 60)
     assert many[:5] == few
@@ -217,17 +216,13 @@ def test_what_cannot_run_is_left_out_and_this_library_fails():
     def sine(name, fn=jnp.sin):
         return lambda: production_providers.Contender(name, "", fn, (jnp.zeros(1),))
 
-    makers = [sine("ikbo", broken), sine("xla"), refused, sine("other", broken)]
+    def another():
+        return sine("another")()._replace(other="no cosine")
+
+    makers = [sine("ikbo", broken), sine("xla"), refused, sine("other", broken), another]
     found = [contender.record for contender in production.checked(makers, "forward")]
     assert found[0]["failure"] == "RuntimeError: broken"
     assert found[1]["ok"]
     assert found[2] == {"name": "refused", "stage": "-", "skipped": "RuntimeError: refused"}
     assert found[3]["skipped"] == "RuntimeError: broken"
-
-
-@pytest.mark.parametrize(
-    ("error", "bound", "ratio"),
-    [(1.0, 2.0, 0.5), (0.0, 0.0, 0.0), (1.0, 0.0, np.inf), (np.nan, 1.0, np.inf)],
-)
-def test_zeros_and_nan_have_a_ratio(error, bound, ratio):
-    assert production.ratio(Check(error, bound)) == ratio
+    assert found[4]["note"] == "another function: no cosine"

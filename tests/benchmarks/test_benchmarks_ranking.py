@@ -36,13 +36,13 @@ def score(params, request, wrong: float = 0.0):
     return jnp.stack([logit, -logit], axis=1)
 
 
-def provider(name: str, wrong: float = 0.0, error: Exception | None = None) -> ranking.Provider:
+def provider(name: str, wrong: float = 0.0, error: Exception | None = None) -> ranking.Version:
     def fn(params, request):
         if error is not None:
             raise error
         return score(params, request, wrong)
 
-    return ranking.Provider(name, "a stage", lambda most: fn)
+    return ranking.Version(name, "a stage", lambda sizes: fn)
 
 
 @pytest.fixture(autouse=True)
@@ -53,7 +53,7 @@ def small_and_quick(monkeypatch):
     monkeypatch.setattr(ranking, "ALL", tuple(provider(p.name) for p in ranking.ALL))
     # Parameters that are prepared in another way, so that the score tells.
     served = provider("served")._replace(
-        make=lambda most: lambda doubled, request: score(None, request, doubled[0] - 2.0),
+        make=lambda sizes: lambda doubled, request: score(None, request, doubled[0] - 2.0),
         prepare=lambda params: (jnp.float32(2.0), params),
         options=ranking.SERVED.options,
     )

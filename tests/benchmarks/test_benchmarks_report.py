@@ -129,7 +129,7 @@ def test_the_first_page_has_the_recorded_times(tmp_path, capsys):
 
 
 def test_a_row_of_the_first_page_compares_the_fastest_alternative_of_every_size():
-    row = headline.Row("a", "drawn", "b", ("file",), ("x", "y"), sweep="s")
+    row = headline.Row("a", "drawn", "b", ("file",), "s", ("x", "y"))
     times = [{"ikbo": 2.0, "x": 8.0, "y": 4.0}, {"ikbo": 2.0, "x": 1.0}, {"ikbo": 2.0, "z": 1.0}]
     points = [
         {

@@ -113,8 +113,8 @@ def test_points_of_a_large_request():
     """On more than two devices, for the network and its training step."""
     found = [p for p in scaling.points("network", 8) if p.case.mode == "large"]
     assert [p.label for p in found] == ["large 4", "large 8"]
-    assert {p.case.request(small=False) for p in found} == {scaling.LARGE_REQUEST}
-    assert scaling.Scale("weak", 4).request(small=False) == (8192, 128)
+    assert {p.case.requests(small=False)[1] for p in found} == {scaling.LARGE_REQUEST}
+    assert scaling.Scale("weak", 4).requests(small=False)[1] == (8192, 128)
     assert all(p.case.mode != "large" for p in scaling.points("attention", 8))
 
 

@@ -2,7 +2,6 @@
 
 import json
 import threading
-import time
 
 import jax
 import jax.numpy as jnp
@@ -10,41 +9,38 @@ import numpy as np
 import pytest
 
 from benchmarks import soak
-from ikbo_jax.problems import FewQueriesConfig
+from ikbo_jax.problems import AttentionProblem, FewQueriesConfig
 
 SMALL = (
-    ("attention", "gradient", soak.AttentionSizes((7, 5, 3, 9, 2, 1, 8), True)),
-    ("linear compression", "forward", soak.CompressionSizes((3, 7), (4, 5), 6, 8, True)),
-    ("gdpa", "gradient", soak.GdpaSizes((3, 0, 2), (4, 0, 1), 2, 1, 8, "softmax")),
+    ("attention", "both", (7, 5, 3, 9, 2, 1, 8), soak.RAGGED),
+    ("linear compression", "forward", ((3, 7), (4, 5), 6, 8), soak.UNSORTED),
+    ("gdpa", "both", ((3, 0, 2), (4, 0, 1), 2, 1, 8), {"activation": "softmax"}),
 )
 
 
-def test_programs_have_every_op_and_direction_and_no_name_twice(monkeypatch):
-    kinds = {(op, direction) for op, direction, _ in soak.PROGRAMS}
-    ops = ("attention", "few queries", "linear compression", "gdpa")
-    assert kinds == {(op, direction) for op in ops for direction in ("forward", "gradient")}
-    assert len(set(soak.PROGRAMS)) == len(soak.PROGRAMS) >= 30
-    # A number for each shape, instead of 100 million.
-    zeros = lambda rng, shape, dtype: np.broadcast_to(jnp.dtype(dtype).type(0), shape)  # noqa: E731
-    monkeypatch.setattr(soak, "_normal", zeros)
-    names = [program.name for program in soak.programs(None)]
-    assert len(set(names)) == len(names)
+def test_programs_have_every_op_and_direction_and_no_name_twice():
+    kinds = {(op, direction) for op, direction, *_ in soak.PROGRAMS}
+    assert kinds == {(op, direction) for op in soak.MAKERS for direction in ("forward", "both")}
+    names = [soak.name_of(*program) for program in soak.PROGRAMS]
+    assert len(set(names)) == len(names) >= 30
 
 
 @pytest.mark.parametrize(("op", "is_for_few"), [("attention", False), ("few queries", True)])
 def test_the_kernel_for_few_queries_runs_where_it_should(op, is_for_few):
-    for name, _, sizes in soak.PROGRAMS:
+    for name, _, sizes, options in soak.PROGRAMS:
         if name == op:
-            config = sizes.problem.default_config()
-            assert isinstance(config, FewQueriesConfig) == is_for_few
+            problem = AttentionProblem(*sizes, options.get("dtype", "bfloat16"))
+            assert isinstance(problem.default_config(), FewQueriesConfig) == is_for_few
 
 
 def test_ragged_programs_have_lengths_of_0_and_users_without_candidates():
-    rng = np.random.default_rng(0)
-    index = np.asarray(soak._index(rng, 50, 9, is_ragged=True))
+    shape = soak.attention_shape(50, 9, 1, 7, 1, 1, 8, **soak.RAGGED)
+    index = shape.cand_to_user
     assert (np.diff(index) < 0).any()
     assert len(set(index.tolist())) < 9
-    assert set(np.asarray(soak._index(rng, 50, 9, is_ragged=False)).tolist()) == set(range(9))
+    assert (shape.lengths == 0).any()
+    even = soak.attention_shape(50, 9, 1, 7, 1, 1, 8)
+    assert set(even.cand_to_user.tolist()) == set(range(9))
 
 
 PROGRAM = """HloModule jit_run, is_scheduled=true, entry_computation_layout={()->s32[]}
@@ -114,27 +110,17 @@ def test_a_program_that_does_not_end_is_named():
         found.append(name)
         ended.set()
 
-    queue = soak.Queue(0.2, on_hang)
-    queue.add("ends", Call(is_ready=True))
-    queue.add("hangs", Call(is_ready=False))
-    queue.add("waits", Call(is_ready=False))
-    queue.wait()
+    calls = {"ends": Call(is_ready=True), "hangs": Call(is_ready=False), "waits": Call(False)}
+    soak.wait(calls, 0.2, on_hang)
     assert found == ["hangs"]
-
-
-def test_a_queue_that_goes_on_is_no_hang():
-    queue = soak.Queue(0.2, pytest.fail)
-    for _ in range(10):
-        time.sleep(0.05)
-        queue.add("quick", jnp.int32(0) + 1)
-    queue.wait()
+    soak.wait({"quick": jnp.int32(0) + 1}, 20.0, pytest.fail)
 
 
 @pytest.fixture(scope="module")
 def compiled():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(soak, "PROGRAMS", SMALL)
-        return soak.compile_all(print, soak.Queue(60.0, pytest.fail))
+        return soak.compile_all(print, pytest.fail)
 
 
 def test_a_run_in_small(tmp_path, capsys, compiled, monkeypatch):
@@ -154,7 +140,7 @@ def test_what_differs_or_is_missing_is_a_failure(tmp_path, capsys, compiled, mon
     out = tmp_path / "soak.json"
     monkeypatch.setattr(soak, "compile_all", lambda *_: [spoiled, *rest])
     assert soak.main(["--launches", "12", "--out", str(out)]) == 1
-    assert "DIFFERS in 1 steps: attention gradient (7, 5, 3" in capsys.readouterr().out
+    assert "DIFFERS in 1 steps: attention both 7 5 3 9" in capsys.readouterr().out
     monkeypatch.setattr(soak, "compile_all", lambda *_: [first, *rest])
     assert soak.main(["--launches", "12", "--budget-s", "0", "--out", str(out)]) == 1
     assert "12 launches were not reached in time" in capsys.readouterr().err

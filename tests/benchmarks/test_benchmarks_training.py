@@ -160,8 +160,8 @@ def test_versions_of_the_other_network_agree_with_their_gradients():
             lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=2e-5), actual, expected
         )
     with pytest.raises(NotImplementedError, match="cuDNN needs a GPU"):
-        networks.softmax(GDPA, inputs)
-    softmax = functools.partial(networks.softmax, library=lambda: jax.nn.dot_product_attention)
+        networks.softmax()
+    softmax = networks.softmax(lambda: jax.nn.dot_product_attention)
     soft = jax.jit(loss_of(softmax))(params, inputs, labels)
     assert np.isfinite(soft)
     assert soft != expected[0]
