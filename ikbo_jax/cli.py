@@ -103,10 +103,7 @@ def _parser() -> argparse.ArgumentParser:
         "--seed", type=_natural, default=0, help="seed of the inputs and of the candidates per user"
     )
     demo.add_argument(
-        "--layers",
-        type=_positive,
-        metavar="COUNT",
-        help="number of layers of the ranking network",
+        "--layers", type=_positive, metavar="COUNT", help="number of layers of the ranking network"
     )
     demo.add_argument(
         "--plot",

@@ -66,11 +66,7 @@ def bound(plain_error: float, largest: float, dtype: Any, terms: float) -> float
 
 
 def checks(
-    errors: tuple[float, float, float],
-    largest: float,
-    dtype: Any,
-    terms: float,
-    more: float = 0.0,
+    errors: tuple[float, float, float], largest: float, dtype: Any, terms: float, more: float = 0.0
 ) -> tuple[Check, Check]:
     """Checks a result's error, and its difference to the XLA path; both may be larger by `more`.
 

@@ -21,12 +21,7 @@ from ikbo_jax.ops import (
 from ikbo_jax.ops.attention_vmap import LSE, QUERY, SPLIT, Arrays
 from ikbo_jax.ops.op import Call, Named, Op
 from ikbo_jax.ops.partition import Rule, dimensions
-from ikbo_jax.ops.sharded import (
-    aligned,
-    is_typed,
-    run_kernel,
-    zeros,
-)
+from ikbo_jax.ops.sharded import aligned, is_typed, run_kernel, zeros
 from ikbo_jax.problems import AttentionConfig, AttentionProblem, FewQueriesConfig
 from ikbo_jax.reference import attention as reference
 from ikbo_jax.reference import attention_grouped

@@ -35,9 +35,7 @@ def run(call: Any, plan: dispatch.Plan, arrays: Arrays) -> tuple[jax.Array, jax.
         elif not lists:
             order = counted_order.by_user(index, users)
     launch: Any = functools.partial(
-        few_queries.few_queries_kernel,
-        key_value_ranges=ranges,
-        lists=lists,
+        few_queries.few_queries_kernel, key_value_ranges=ranges, lists=lists
     )
     if not has_few_queries:
         launch = functools.partial(kernel.attention_kernel, order=order)

@@ -73,10 +73,7 @@ def note(result: jax.Array, make: Callable[[], Any]) -> jax.Array:
 
 
 def explain(
-    fn: Callable[..., Any],
-    *args: Any,
-    compile: bool = False,
-    **kwargs: Any,
+    fn: Callable[..., Any], *args: Any, compile: bool = False, **kwargs: Any
 ) -> Explanation:
     """Reports which implementation every op of this library takes in a call of `fn`, and why.
 

@@ -172,10 +172,7 @@ class _GatedLinear(LinearOp[_Call, GatedLinear, jax.Array]):
         from ikbo_jax.pallas.linear.gated_linear import gated_linear_kernel
 
         launch = functools.partial(
-            gated_linear_kernel,
-            gate=call.gate,
-            config=plan.config,
-            num_sms=call.request.num_sms,
+            gated_linear_kernel, gate=call.gate, config=plan.config, num_sms=call.request.num_sms
         )
         return dispatch.record(run_kernel(launch, arrays), plan)
 

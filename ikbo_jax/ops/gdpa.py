@@ -133,12 +133,7 @@ def gdpa(
     """
     arrays = Arrays(query, key, value, cu_seqlens_q, cu_seqlens_kv, q_to_kv)
     request = arguments.request(
-        "gdpa",
-        implementation,
-        config,
-        (arrays, mask, output_scale),
-        GdpaConfig,
-        ShortGdpaConfig,
+        "gdpa", implementation, config, (arrays, mask, output_scale), GdpaConfig, ShortGdpaConfig
     )
     settings = gdpa_arguments.settings(
         *(arrays, activation, approx, scale, output_scale, broadcast_q),

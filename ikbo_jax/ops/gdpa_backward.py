@@ -1,6 +1,5 @@
 """Gradients of generalised dot-product attention by kernels."""
 
-import functools
 from typing import Any
 
 import jax
@@ -38,7 +37,6 @@ def kernel_vjp(
     query_config: configs.GdpaBackwardConfig | None = None,
     key_config: configs.GdpaBackwardConfig | None = None,
     dtype: Any = None,
-    interpret: Any = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Pulls a cotangent of the result back to query, key and value, like `chunked_vjp`.
 
@@ -60,9 +58,7 @@ def kernel_vjp(
     query_config = query_config or configs.default_config(query.shape[-1])
     key_config = key_config or configs.default_config(query.shape[-1])
     parts = _parts(arrays, settings, num_sms)
-    list_works: Any = works.works
-    if interpret:
-        list_works = functools.partial(by_xla.works, interpret=True)
+    list_works = by_xla.works if by_xla.is_preferred() else works.works
     has_softmax, has_mask = SOFTMAX in settings.activations, arrays.intervals is not None
     stored = _stored_rows(arrays, settings) if has_mask else 0
     if stored:
@@ -101,7 +97,6 @@ def kernel_vjp(
         "logit_cap": settings.logit_cap,
         "statistics": of_rows,
         "masks": masks,
-        "interpret": interpret,
     }
     of_keys = options | {"stored_rows": stored}
     d_key, d_value, *d_scores = _d_key_value(

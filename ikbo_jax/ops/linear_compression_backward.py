@@ -105,7 +105,6 @@ def kernel_vjp(
     num_sms: int,
     problems: int = 1,
     dtypes: Dtypes = (None, None, None),
-    interpret: Any = False,
 ) -> Gradients:
     """Pulls a cotangent back to weights and embeddings, like `reference.decomposed_vjp`.
 
@@ -126,8 +125,6 @@ def kernel_vjp(
     from ikbo_jax.pallas.linear_compression_backward.d_weight import d_weight_kernel
 
     options: dict[str, Any] = {"num_sms": num_sms}
-    if interpret:
-        options["interpret"] = interpret
     weight_dtype, coarser_dtype, finest_dtype = dtypes
     d_weights: list[jax.Array] = []
     d_embeddings: list[jax.Array] = []
@@ -164,21 +161,23 @@ def kernel_vjp(
             parent = jnp.clip(parent, 0, batch - 1)
             # Each level is summed from the finest cotangents, so that its sum is rounded once.
             ancestor = parent if ancestor is None else parent[ancestor]
-            d_result = _sums(cotangent, ancestor, batch, interpret=bool(interpret))
+            d_result = _sums(cotangent, ancestor, batch)
             sources, dtype = _with_candidates(ancestor, batch), coarser_dtype
     return tuple(d_weights), tuple(d_embeddings)
 
 
-def _sums(cotangent: jax.Array, index: jax.Array, users: int, *, interpret: bool) -> jax.Array:
+def _sums(cotangent: jax.Array, index: jax.Array, users: int) -> jax.Array:
     """Sums cotangents [B, M, N] by user, in f32 and rounded once: [users, M, N].
 
     XLA sums where kernels are interpreted: the interpreter runs this kernel thread by thread.
     """
+    from ikbo_jax.pallas.worklist import by_xla
+
     batch, *shape = cotangent.shape
     width = math.prod(shape)
     ways = ranked(SegmentSumProblem(batch, users, width, str(cotangent.dtype)))
     config = ways[0].config if ways else None
-    if interpret or config is None:
+    if by_xla.is_preferred() or config is None:
         return segment_sum(cotangent, index, users).astype(cotangent.dtype)
     from ikbo_jax.pallas.look_up.sums import segment_sum_kernel
 

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Self, cast
 from ikbo_jax.problems import attention_tile_cost, few_queries_cost, hopper, memory
 from ikbo_jax.problems.few_queries import FewQueriesConfig
 from ikbo_jax.problems.flash import MAX_PAGED_WIDTH, FlashConfig, why_not_pages, why_not_users
-from ikbo_jax.problems.hopper import NUM_CONSUMERS, WGMMA_M
+from ikbo_jax.problems.hopper import NUM_CONSUMERS
 from ikbo_jax.problems.problem import (
     Config,
     Problem,
@@ -72,7 +72,6 @@ class AttentionConfig(FlashConfig):
             flags=memory.Words((NUM_CONSUMERS, FLAG_WORDS)),
             # An array, so that it can be indexed; only element 0 is used.
             flags_ready=memory.Barriers(2, NUM_CONSUMERS),
-            row_value_staging=memory.Staging((NUM_CONSUMERS, WGMMA_M), "float32"),
         )
 
     def illegal_reason(self, problem: AttentionProblem) -> str | None:

@@ -79,7 +79,6 @@ class AttentionBackwardConfig(Config):
         device. The parts' gradients of keys and values are f32, and are added later.
       tall: whether a tile of a launch that multiplies stored gradients has 256 query rows (or
         keys), not 128. Keys (or queries) are read half as often.
-      adds_by_launch: whether one more launch adds all parts, instead of XLA.
     """
 
     block_q: int = 64
@@ -90,7 +89,6 @@ class AttentionBackwardConfig(Config):
     kv_stages: int = 3
     splits: int = 1
     tall: bool = False
-    adds_by_launch: bool = False
 
     @property
     def has_d_query(self) -> bool:
@@ -101,6 +99,11 @@ class AttentionBackwardConfig(Config):
     def stores_d_scores(self) -> bool:
         """Whether the first launch stores gradients of scores in device memory."""
         return self.d_query == "stored"
+
+    @property
+    def has_parts(self) -> bool:
+        """Whether a launch adds parts of gradients."""
+        return self.has_d_query or self.splits > 1
 
     @property
     def query_tiles(self) -> int:
@@ -166,7 +169,6 @@ class AttentionBackwardConfig(Config):
             # One more than slots, of the part of d_query.
             items=memory.descriptors(self.kv_slots, DESCRIPTOR_WORDS, spare=1),
             staging=memory.Staging((NUM_CONSUMERS, WGMMA_M, self.block_q)),
-            f32_staging=memory.Staging((NUM_CONSUMERS, WGMMA_M, blocks * BLOCK_K), "float32"),
             **d_query,
         )
 
@@ -187,7 +189,6 @@ class AttentionBackwardConfig(Config):
                 self.kv_stages, ready=tiles + blocks, tiles=(tiles + blocks, WGMMA_M, BLOCK_K)
             ),
             result=memory.Tiles((tiles, blocks, WGMMA_M, BLOCK_K)),
-            f32_staging=memory.Staging((NUM_CONSUMERS, WGMMA_M, blocks * BLOCK_K), "float32"),
         )
 
     def stored_tiles(self, tiles: int, kv_heads: int, blocks: int) -> int:

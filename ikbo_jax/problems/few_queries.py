@@ -301,10 +301,7 @@ class FewQueriesConfig(Config):
             listed=memory.Barriers(1, NUM_CONSUMERS) if lists else None,
             table=memory.Words((table.words,)) if table else None,  # what `UserTable` describes
             tabled=memory.Barriers(1, NUM_CONSUMERS) if table else None,
-            staging=memory.Staging((NUM_CONSUMERS, WGMMA_M, max(self.block_kv, head_dim))),
-            exchange_staging=memory.Staging((WGMMA_M, head_dim), "float32"),
-            row_staging=memory.Staging((2 * NUM_CONSUMERS, WGMMA_M), "float32"),
-            float_staging=memory.Staging((NUM_CONSUMERS, WGMMA_M, head_dim), "float32"),
+            staging=memory.Staging((NUM_CONSUMERS, WGMMA_M, self.block_kv)),
         )
 
     def smem_bytes(self, head_dim: int) -> int:

@@ -46,7 +46,7 @@ class FlashConfig(Config):
             ),
             "key": memory.ring(self.k_stages, ready=blocks, tiles=block),
             "value": memory.ring(self.v_stages, ready=blocks * value_parts, tiles=block),
-            "staging": memory.Staging((NUM_CONSUMERS, WGMMA_M, max(self.block_kv, head_dim))),
+            "staging": memory.Staging((NUM_CONSUMERS, WGMMA_M, self.block_kv)),
         }
 
     @abc.abstractmethod

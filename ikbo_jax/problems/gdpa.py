@@ -121,8 +121,7 @@ class GdpaConfig(FlashConfig):
     def shared(self, head_dim: int, has_mask: bool = False) -> Any:
         words = ITEM_WORDS + (MASK_WORDS + SEEN_WORDS * self.skip_empty) * has_mask
         items = memory.descriptors(self.q_slots + EXTRA_ITEM_SLOTS, words)
-        row_values = memory.Staging((hopper.NUM_CONSUMERS, hopper.WGMMA_M), "float32")
-        return memory.shared(items=items, **self.rings(head_dim), row_values=row_values)
+        return memory.shared(items=items, **self.rings(head_dim))
 
     @property
     def for_softmax(self) -> AttentionConfig:

@@ -127,7 +127,6 @@ class GdpaBackwardConfig:
                 words=BLOCK_WORDS + MASK_WORDS * has_mask if has_words else None,
             ),
             staging=memory.Staging((NUM_CONSUMERS, 2, WGMMA_M, self.block)),
-            f32_staging=memory.Staging((NUM_CONSUMERS, WGMMA_M, blocks * BLOCK_K), "float32"),
             packed=packed,
             statistics=None if self.packs_statistics else memory.Floats((STATISTICS, TILE_ROWS)),
             statistics_free=statistics_free,

@@ -56,7 +56,6 @@ class WeightGradientConfig(Config):
             embedding=memory.Tiles((self.stages, NUM_CONSUMERS, WGMMA_M, BLOCK_K)),
             cotangent=memory.Tiles((self.stages, self.block_m, BLOCK_K)),
             stages=memory.barriers(self.stages, 1 + NUM_CONSUMERS),
-            staging=memory.Staging((NUM_CONSUMERS, WGMMA_M, self.block_m), "float32"),
         )
 
     def illegal_reason(self, problem: LinearCompressionSizes) -> str | None:

@@ -54,12 +54,10 @@ class Floats(_Array):
     is_swizzled: bool = False
 
 
-@dataclasses.dataclass(frozen=True)
 class Staging(_Array):
-    """Memory that only an interpreted kernel has; without a dtype, it has the inputs' dtype."""
+    """Memory of the inputs' dtype that only an interpreted kernel has."""
 
     itemsize = 0
-    dtype: str | None = None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -38,7 +38,6 @@ class NormLinearConfig(Config):
     is_early: bool = False
 
     def shared(self) -> Any:
-        """Declares one CTA's shared memory and barriers."""
         blocks = BLOCK_N // BLOCK_K
         return memory.shared(
             rows=memory.ring(

@@ -122,8 +122,7 @@ class ShortGdpaConfig(Config):
             query=ring(WGMMA_M),
             key=ring(self.block_kv),
             value=ring(self.block_kv),
-            staging=memory.Staging((1, WGMMA_M, max(self.block_kv, head_dim))),
-            row_staging=memory.Staging((1, WGMMA_M), "float32"),
+            staging=memory.Staging((1, WGMMA_M, self.block_kv)),
             found=None if batch is None else self._found(batch),
         )
 

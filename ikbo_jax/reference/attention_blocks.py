@@ -60,8 +60,7 @@ def blocking(
     if not is_known:
         return Blocking(group, UNKNOWN_GROUPS, keys)
     most = min(
-        scores // (group * q_len * q_heads * keys),
-        MAX_KEY_ELEMENTS // (keys * kv_heads * head_dim),
+        scores // (group * q_len * q_heads * keys), MAX_KEY_ELEMENTS // (keys * kv_heads * head_dim)
     )
     groups = count_groups(batch, users, group)
     steps = -(-groups // max(most, 1))

@@ -14,13 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from ikbo_jax.reference import attention_bias
-from ikbo_jax.reference.attention import (
-    Softmax,
-    directed,
-    normalise,
-    scaled,
-    soft_cap_slope,
-)
+from ikbo_jax.reference.attention import Softmax, directed, normalise, scaled, soft_cap_slope
 from ikbo_jax.reference.attention_blocks import (
     MAX_SCORES,
     Blocking,

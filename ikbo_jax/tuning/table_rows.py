@@ -18,6 +18,7 @@ SCHEMA = 1
 #: hold of them: the behaviour that remained.
 REMOVED = {
     "early_scores": False,
+    "adds_by_launch": True,
     "stagger": False,
     "chunk": 32,
     "coarse_rows": 48,

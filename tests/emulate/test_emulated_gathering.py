@@ -24,7 +24,6 @@ from ikbo_jax.problems.look_up import LookUpConfig, SegmentSumConfig
 
 def is_right(monkeypatch, sm90, finish, seed=0) -> bool:
     """Whether results are right if gathering warps end an item's copies by `finish`."""
-    monkeypatch.setattr(few_queries, "PARAMS", False)
     monkeypatch.setattr(gathering, "_FINISH", finish)
     case = few_queries.CASES["listed_bundles"]
     inputs = case.inputs()
@@ -51,7 +50,6 @@ def test_queries_are_loaded_into_l2_before_they_are_gathered(cache_bytes, monkey
         return array, offset
 
     monkeypatch.setattr(sm90_machine.Machine, "locate", watched)
-    monkeypatch.setattr(few_queries, "PARAMS", False)
     monkeypatch.setattr(kernel, "CACHE_BYTES", cache_bytes)
     case = few_queries.Case(
         (1, 0, 5, 2, 1, -3, 0), 40, users=4, q_len=2, heads=(4, 2), lists=True, num_sms=8

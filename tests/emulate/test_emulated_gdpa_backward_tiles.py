@@ -8,6 +8,7 @@ import pytest
 import test_gdpa_backward_tiles as tiles
 from test_gdpa_backward_tiles import Case
 
+from ikbo_jax.pallas.hopper import mosaic
 from ikbo_jax.pallas.worklist import by_xla, counted_order, positions, work_order, works
 from ikbo_jax.pallas.worklist import tiles as launch
 
@@ -56,6 +57,7 @@ def test_emulated_order_of_more_sequences_than_a_launch_lists(sm90, monkeypatch)
         found = tiles.listed(case)
     assert [name for name in sm90.launches if "ikbo_user_order" in name] == sm90.launches
     assert len(sm90.launches) == 1
-    wanted = by_xla.works(case.offsets, case.settings, interpret=True)
+    with mosaic.interpreted(True):
+        wanted = by_xla.works(case.offsets, case.settings)
     for ours, xla in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
         np.testing.assert_array_equal(ours, xla)

@@ -34,12 +34,6 @@ from ikbo_jax.problems import ShortGdpaConfig
 ATTENTION_BACKWARD = attention_backward.CASES | attention_backward.ADDED_BY_LAUNCH
 
 
-@pytest.fixture(autouse=True)
-def _not_interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (attention, few_queries, gdpa, gdpa_backward, gdpa_masks):
-        monkeypatch.setattr(module, "PARAMS", False)
-
-
 def _attention(sm90, case, seed, *, interpret) -> None:
     inputs = case.inputs()
     with sm90.emulated(seed):
@@ -94,20 +88,20 @@ def _gdpa_backward_masks(sm90, case, seed) -> None:
 def _compress(sm90: emulator.Emulator, case: linear_compression.Case, seed: int) -> None:
     levels = case.levels()
     with sm90.emulated(seed):
-        out = linear_compression.interpret(levels, case, False)
+        out = linear_compression.interpret(levels, case)
     linear_compression.assert_correct(out, levels)
 
 
 def _compress_backward(sm90, case, seed) -> None:
     arrays = case.arrays()
     with sm90.emulated(seed):
-        found = linear_compression_backward.run(case, arrays, False)
+        found = linear_compression_backward.run(case, arrays)
     linear_compression_backward.assert_correct(found, arrays, case)
 
 
 def _linear(sm90, case, seed, *, check) -> None:
     with sm90.emulated(seed):
-        check(case, False)
+        check(case)
 
 
 KERNELS: dict[str, tuple[Callable[..., None], dict[str, Any]]] = {
@@ -267,7 +261,7 @@ def test_emulated_non_finite_weights_reach_their_own_rows_alone(ks, sm90) -> Non
     user[3], cand[7] = np.nan, np.inf
     poisoned = levels._replace(weights=(jnp.asarray(user), jnp.asarray(cand)))
     with sm90.emulated(0):
-        out = np.asarray(linear_compression.interpret(poisoned, case, False))
+        out = np.asarray(linear_compression.interpret(poisoned, case))
     hit = np.zeros(out.shape, bool)
     hit[:, [3, 7]] = True
     np.testing.assert_array_equal(np.isfinite(out), ~hit)

@@ -59,11 +59,11 @@ class Given(NamedTuple):
 def run(consume, given, out, shared, shape=None) -> np.ndarray:
     """What consumers store in an array of int32 [CTAs, ...], or [...] by one CTA."""
 
-    def context(shared: Any, given: Given, outputs: Any, interpret: bool) -> WarpgroupContext:
+    def context(shared: Any, given: Given, outputs: Any) -> WarpgroupContext:
         if shape is None:
-            return WarpgroupContext(None, None, shared, given, outputs, interpret)
+            return WarpgroupContext(None, None, shared, given, outputs)
         operands = Operands(None, None, None, given.index, given.numbers, given.numbers)
-        return Context(shape, None, shared, operands, outputs, interpret)
+        return Context(shape, None, shared, operands, outputs)
 
     (found,) = launch(
         Roles(context, None, consume, warpgroups=1 if shape is None else NUM_CONSUMERS),
@@ -218,7 +218,7 @@ def ranges(index: np.ndarray, users: int) -> np.ndarray:
     """[U, 2]: (first candidate, end) of each user, by a CTA of its own."""
 
     def consume(ctx: WarpgroupContext) -> None:
-        found = rows.candidates(ctx.operands.index, ctx.worker, users, interpret=False)
+        found = rows.candidates(ctx.operands.index, ctx.worker, users)
         for i in range(2):
             ctx.outputs[ctx.worker, i] = found[i]
 

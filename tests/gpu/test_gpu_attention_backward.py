@@ -65,8 +65,8 @@ CONFIGS = {
     "stored": Config(64, 3, 1, "stored", kv_stages=4),
     "stored_tall": Config(64, 3, 1, "stored", tall=True),
     "stored_split_queries": Config(32, 3, 2, "stored", splits=3),
-    "added_parts": Config(32, 2, 2, "parts", splits=5, adds_by_launch=True),
-    "added_split_queries": Config(64, 3, 1, "stored", splits=2, adds_by_launch=True),
+    "added_parts": Config(32, 2, 2, "parts", splits=5),
+    "added_split_queries": Config(64, 3, 1, "stored", splits=2),
 }
 #: For heads wider than 128 columns.
 WIDE_CONFIGS = {

@@ -1,9 +1,17 @@
-"""The fixture of all interpreted kernels."""
+"""The fixtures of all interpreted kernels."""
 
 from collections.abc import Iterator
 
 import interpreter
 import pytest
+
+from ikbo_jax.pallas.hopper import mosaic
+
+
+@pytest.fixture(autouse=True)
+def _interpreted() -> Iterator[None]:
+    with mosaic.interpreted(interpreter.PARAMS):
+        yield
 
 
 @pytest.fixture

@@ -38,7 +38,7 @@ def test_ctas_go_through_both_kinds_of_row_slots_evenly(users, extra, groups, sp
         alternates=True,
     )
     workers = np.arange(shape.workers, dtype=np.int32)
-    ctx = Context(shape, FewQueriesConfig(), None, None, None, interpret=True, worker=workers)
+    ctx = Context(shape, FewQueriesConfig(), None, None, None, worker=workers)
     counts, items, firsts = np.asarray(ctx.count()), [], np.zeros(shape.workers, int)
     for i in range(counts.max()):
         place = [np.asarray(x)[i < counts] for x in ctx.place(jnp.int32(i))[:3]]
@@ -61,7 +61,7 @@ def test_an_item_without_rows_loads_no_keys(is_void, blocks, monkeypatch) -> Non
     shared = types.SimpleNamespace(items=mock.Mock(), key=None, value=None)
     config = FewQueriesConfig(block_kv=128)
     operands = mock.Mock(lengths=None, ranges=None)
-    ctx = Context(shape, config, shared, operands, None, interpret=True, worker=0)
+    ctx = Context(shape, config, shared, operands, None, worker=0)
     monkeypatch.setattr(producer, "_load_block", lambda *_: None)
     rows = producer._Rows(0, 0, 0, is_void, jnp.int32(300))
     start = producer._Progress(jnp.int32(0), jnp.int32(0))

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from ikbo_jax.pallas.hopper import mosaic
 from ikbo_jax.pallas.worklist import by_xla, works
 from ikbo_jax.pallas.worklist.lists import Offsets, Works, WorkSettings
 
@@ -72,15 +73,16 @@ CASES = {
 }  # fmt: skip
 
 
-def listed(case: Case, interpret: Any = False) -> Works:
+def listed(case: Case) -> Works:
     """The work by a launch."""
-    found = works.works(case.offsets, case.settings, interpret=interpret)
+    found = works.works(case.offsets, case.settings)
     return jax.block_until_ready(found)
 
 
 def assert_same_work(case: Case, found: Works, *, is_ordered: bool = True) -> None:
     """Words of tiles with blocks and of ranges are XLA's; other tiles cover the same rows."""
-    wanted = by_xla.works(case.offsets, case.settings, interpret=True)
+    with mosaic.interpreted(True):  # also where the launch is emulated
+        wanted = by_xla.works(case.offsets, case.settings)
     total = case.offsets.result_rows
     for work, want, rows, is_for_queries in (
         (found[0], wanted[0], total, True),
@@ -117,7 +119,7 @@ def assert_same_work(case: Case, found: Works, *, is_ordered: bool = True) -> No
 @pytest.mark.parametrize("name", ["bounded_statistics", "pma_shared"])
 def test_interpreted_launch_lists_xla_s_tiles(name: str, launches: interpreter.Launches) -> None:
     """Two of the cases: every access of a thread is a call of the interpreter."""
-    found = listed(CASES[name], interpreter.PARAMS)
+    found = listed(CASES[name])
     launches.assert_no_races(1)
     assert_same_work(CASES[name], found)
 
@@ -126,7 +128,7 @@ def test_launch_takes_no_more_sequences_than_fit(launches: interpreter.Launches)
     """Nor none at all: XLA lists the tiles then."""
     for offsets in (np.arange(30001), np.zeros(1)):
         case = Case(offsets, offsets, None, 30000, 30000, blocks=(64, 64))
-        assert_same_work(case, listed(case, interpreter.PARAMS))
+        assert_same_work(case, listed(case))
     launches.assert_no_races(0)
 
 

@@ -7,7 +7,6 @@ import dataclasses
 import functools
 from typing import Any
 
-import interpreter
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -32,8 +31,6 @@ def short_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention_producer, "CHUNK", 2)
 
 
-#: With named barriers, which the interpreter knows under this name.
-PARAMS = dataclasses.replace(interpreter.PARAMS, inline_mgpu="_hack_model_inline_mgpu_tokamax")
 #: Blocks of 32 keys, so that few keys are several blocks.
 TWO_SLOTS = AttentionConfig(block_kv=32, k_stages=2, v_stages=2, q_slots=2)
 ONE_SLOT = dataclasses.replace(TWO_SLOTS, q_slots=1, v_stages=3)
@@ -180,7 +177,6 @@ def interpret(inputs: problems.AttentionInputs, case: Case) -> tuple[jax.Array, 
         return_residuals=True,
         config=case.config,
         num_sms=case.num_sms,
-        interpret=PARAMS,
     )
     order = None if case.order is None else jnp.asarray(case.order, jnp.int32)
     inputs, targets = packed(inputs, case)

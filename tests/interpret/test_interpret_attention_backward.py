@@ -4,7 +4,6 @@ import dataclasses
 import functools
 from typing import Any
 
-import interpreter
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -20,9 +19,6 @@ from ikbo_jax.problems.attention_backward import AttentionBackwardConfig as Conf
 from ikbo_jax.reference import attention, attention_grouped
 
 pytestmark = [pytest.mark.usefixtures("on_cpu"), pytest.mark.slow]
-
-#: With the named barrier, which the interpreter knows under this name.
-PARAMS = dataclasses.replace(interpreter.PARAMS, inline_mgpu="_hack_model_inline_mgpu_tokamax")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,8 +102,7 @@ CASES = {
         Config(32, 2, 1, "parts", splits=4),
     ),
     "split_queries_two_launches": Case(
-        AttentionShape(1, 150, 1, 129, 2, 2, 64),
-        Config(32, d_query="launch", splits=2),
+        AttentionShape(1, 150, 1, 129, 2, 2, 64), Config(32, d_query="launch", splits=2)
     ),
     "stored_grouped_heads": Case(
         AttentionShape(3, 5, 21, 100, 2, 1, 64, "gaps", "ragged"),
@@ -163,33 +158,31 @@ CASES = {
 #: For the emulator: where the kernels are interpreted, XLA adds parts.
 ADDED_BY_LAUNCH = {
     "added_unsorted_grouped_heads": Case(
-        AttentionShape(3, 4, 21, 200, 2, 1, 128, "unsorted", "ragged"),
-        Config(48, d_query="parts", adds_by_launch=True),
+        AttentionShape(3, 4, 21, 200, 2, 1, 128, "unsorted", "ragged"), Config(48, d_query="parts")
     ),
     "added_split_h96_f16": Case(
         AttentionShape(2, 9, 13, 300, 1, 1, 96, "gaps", "ragged"),
-        Config(32, d_query="parts", splits=3, adds_by_launch=True),
+        Config(32, d_query="parts", splits=3),
         "float16",
     ),
     # More parts than are loaded at once.
     "added_five_parts": Case(
-        AttentionShape(3, 4, 5, 600, 2, 1, 64, "unsorted", "ragged"),
-        Config(16, d_query="parts", adds_by_launch=True),
+        AttentionShape(3, 4, 5, 600, 2, 1, 64, "unsorted", "ragged"), Config(16, d_query="parts")
     ),
     # A part for each block of queries.
     "added_many_parts_of_rows": Case(
         AttentionShape(2, 21, 3, 150, 4, 2, 64, "gaps", "ragged"),
-        Config(16, 2, 1, "parts", splits=7, adds_by_launch=True),
+        Config(16, 2, 1, "parts", splits=7),
     ),
-    "added_sum": Case(AttentionShape(3, 4, 5, 140, 1, 1, 64), Config(16, adds_by_launch=True)),
+    "added_sum": Case(AttentionShape(3, 4, 5, 140, 1, 1, 64), Config(16)),
     "added_stored_split_f32_sums": Case(
         AttentionShape(1, 150, 1, 129, 2, 2, 64),
-        Config(32, d_query="stored", splits=2, adds_by_launch=True),
+        Config(32, d_query="stored", splits=2),
         sum_dtype="float32",
     ),
     "added_split_h256": Case(
         AttentionShape(1, 70, 1, 129, 1, 1, 256),
-        Config(32, d_query="launch", block_kv=32, kv_stages=2, splits=5, adds_by_launch=True),
+        Config(32, d_query="launch", block_kv=32, kv_stages=2, splits=5),
     ),
 }
 
@@ -222,7 +215,6 @@ def gradients(inputs: AttentionInputs, tensors: tuple[Any, ...], case: Case) -> 
         config=case.config,
         num_sms=1,
         dtype=case.sum_dtype,
-        interpret=PARAMS,
     )
 
 

@@ -13,7 +13,7 @@ import problems
 import pytest
 from indexed_attention import IndexedAttention
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from test_interpret_attention import PARAMS, assert_correct, packed
+from test_interpret_attention import assert_correct, packed
 
 from ikbo_jax.pallas.few_queries import consumer, gathering, kernel, listing
 from ikbo_jax.pallas.few_queries.kernel import few_queries_kernel
@@ -314,7 +314,6 @@ def interpret(inputs: problems.AttentionInputs, case: Case) -> tuple[jax.Array, 
         config=case.config,
         num_sms=case.num_sms,
         lists=case.lists,
-        interpret=PARAMS,
     )
     cached = 0 if case.exceeds_cache else kernel.CACHE_BYTES
     least = problems_few_queries.MOST_TABLED if case.searches else 1

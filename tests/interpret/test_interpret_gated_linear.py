@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from ikbo_jax.pallas.hopper import mosaic
 from ikbo_jax.pallas.linear.gated_linear import gated_linear_kernel
 from ikbo_jax.problems.gated_linear import NO_NORM, GatedLinearConfig, GatedLinearProblem
 from ikbo_jax.problems.hopper import WGMMA_M
@@ -29,7 +30,7 @@ CASES = {
 }
 
 
-def check(case: Any, interpret: Any) -> None:
+def check(case: Any) -> None:
     """Runs a case, interpreted or, with False, emulated, and compares it with the reference."""
     rows, row, features, kind, dtype, concat, has_rest, config = case
     (groups, width), columns = row, row[0] * row[1]
@@ -54,10 +55,8 @@ def check(case: Any, interpret: Any) -> None:
         draw(rows // shared_rows, features) if shared_rows else None,
     )
     gate = reference.Gate(reference.Norm(kind, 1e-3), groups, bool(concat))
-    kernel = functools.partial(
-        gated_linear_kernel, gate=gate, config=config, num_sms=1, interpret=interpret
-    )
-    found = jax.block_until_ready((jax.jit(kernel) if interpret else kernel)(arrays))
+    kernel = functools.partial(gated_linear_kernel, gate=gate, config=config, num_sms=1)
+    found = jax.block_until_ready((jax.jit(kernel) if mosaic.is_interpreted() else kernel)(arrays))
     wanted = reference.gated_linear(gate, arrays)
     assert (found.shape, found.dtype) == (wanted.shape, wanted.dtype)
     unit = float(jnp.finfo(dtype).eps)
@@ -67,5 +66,5 @@ def check(case: Any, interpret: Any) -> None:
 
 @pytest.mark.parametrize("name", CASES)
 def test_interpreted_gated_linear(name: str, launches: interpreter.Launches) -> None:
-    check(CASES[name], interpreter.PARAMS)
+    check(CASES[name])
     launches.assert_no_races(1)

@@ -4,10 +4,8 @@ The interpreter runs one CTA after another.  Memory starts as NaN, reads outside
 """
 
 import dataclasses
-import functools
 from typing import Any
 
-import interpreter
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -31,11 +29,6 @@ from ikbo_jax.reference.gdpa import Arrays, Settings
 
 pytestmark = [pytest.mark.usefixtures("on_cpu"), pytest.mark.slow]
 
-FORWARD = gdpa.gdpa_forward
-SOFTMAX = attention.jagged_attention_kernel
-SHORT = short_gdpa.short_gdpa
-#: With named barriers, which the interpreter knows under this name.
-PARAMS = dataclasses.replace(interpreter.PARAMS, inline_mgpu="_hack_model_inline_mgpu_tokamax")
 #: Blocks of 32 keys, so that few keys are several blocks.
 TWO_SLOTS = GdpaConfig(block_kv=32, k_stages=2, v_stages=2, q_slots=2)
 ONE_SLOT = dataclasses.replace(TWO_SLOTS, q_slots=1, v_stages=3)
@@ -203,8 +196,6 @@ def attend(arrays: Arrays, case: Case, monkeypatch: pytest.MonkeyPatch) -> jax.A
     """`ikbo.gdpa`, down to its interpreted kernel."""
     monkeypatch.setattr(dispatch, "hopper_unavailable_reason", lambda: None)
     monkeypatch.setattr(dispatch, "num_sms", lambda: case.num_sms)
-    for module, fn in ((gdpa, FORWARD), (attention, SOFTMAX), (short_gdpa, SHORT)):
-        monkeypatch.setattr(module, fn.__name__, functools.partial(fn, interpret=PARAMS))
     # `test_emulated_tiles` runs the kernel that makes the list.
     monkeypatch.setattr(gdpa, "query_tiles", by_xla.query_tiles)
     op._OP.jitted.clear_cache()
@@ -248,7 +239,6 @@ def test_interpreted_trial_of_the_autotuner(launches, monkeypatch) -> None:
     of_arrays = Case(of((3, 2, 1), (40, 10), q_to_kv=(0, 1, 1)), bounds=(3, 40))
     arrays = problems_gdpa.make_arrays(of_arrays.shape)
     problem = op._OP.problem(op._Call(None, of_arrays.settings), arrays)
-    monkeypatch.setattr(gdpa, "gdpa_forward", functools.partial(FORWARD, interpret=PARAMS))
     monkeypatch.setattr(gdpa, "query_tiles", by_xla.query_tiles)
     case = cases.Case(problem)
     operands = case.inputs()
@@ -310,7 +300,6 @@ def test_interpreted_softmax_is_exact_where_the_first_maximum_does_not_do(launch
         return_residuals=True,
         config=case.config.for_softmax,
         num_sms=1,
-        interpret=PARAMS,
     )
     launches.assert_no_races(1)
     out, lse = map(np.array, results)
@@ -342,7 +331,6 @@ def test_interpreted_short_softmax_returns_lse(finds_tiles, launches) -> None:
         return_residuals=True,
         config=ShortGdpaConfig(16, 16, finds_tiles=finds_tiles),
         num_sms=1,
-        interpret=PARAMS,
     )
     launches.assert_no_races(1)
     plain = problems_gdpa.same_dtype_gdpa(arrays, settings)

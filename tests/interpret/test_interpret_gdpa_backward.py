@@ -4,7 +4,6 @@ import dataclasses
 import functools
 from typing import Any
 
-import interpreter
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -24,8 +23,6 @@ from ikbo_jax.reference.gdpa import Arrays, Settings
 
 pytestmark = [pytest.mark.usefixtures("on_cpu"), pytest.mark.slow]
 
-#: With the named barrier, which the interpreter knows under this name.
-PARAMS = dataclasses.replace(interpreter.PARAMS, inline_mgpu="_hack_model_inline_mgpu_tokamax")
 #: Blocks of 32 rows, so that few rows are several blocks.
 CONFIG = GdpaBackwardConfig(block=32, stages=2)
 
@@ -120,7 +117,6 @@ def gradients(arrays: Arrays, case: Any) -> tuple[jax.Array, ...]:
             query_config=case.config,
             key_config=case.config,
             dtype="float32" if case.is_wide else None,
-            interpret=PARAMS,
         )
 
     return jax.block_until_ready(run(arrays, d_out, *residuals))

@@ -13,7 +13,7 @@ import problems_masks
 import pytest
 from problems_gdpa import Shape
 from problems_masks import causal, intervals_case
-from test_interpret_gdpa import ONE_SLOT, PARAMS, TWO_SLOTS
+from test_interpret_gdpa import ONE_SLOT, TWO_SLOTS
 
 import ikbo_jax as ikbo
 from ikbo_jax import masks
@@ -136,7 +136,6 @@ def attend(case: Case, arrays: Any) -> tuple[jax.Array, jax.Array | None]:
         rule=settings.rule,
         seen=found,
         return_residuals=True,
-        interpret=PARAMS,
     )
 
 
@@ -207,9 +206,7 @@ def test_the_op_runs_the_kernel(activation, launches, monkeypatch) -> None:
     """Kernels compute the gradient, too."""
     case = CASES["targets"]
     arrays = problems_gdpa.make_arrays(case.shape)
-    fake = functools.partial(gdpa.gdpa_forward, interpret=PARAMS)
     monkeypatch.setattr(dispatch, "hopper_unavailable_reason", lambda: None)
-    monkeypatch.setattr(gdpa, "gdpa_forward", fake)
     monkeypatch.setattr(gdpa, "masked_tiles", by_xla.masked_tiles)
     run = functools.partial(problems_masks.attend, mask=case.mask.mask, activation=activation)
     (plan,) = ikbo.explain(run, arrays).plans

@@ -91,15 +91,15 @@ CASES = {
 }
 
 
-def kernel_of(case: Case, params: Any = interpreter.PARAMS) -> Callable[..., jax.Array]:
+def kernel_of(case: Case) -> Callable[..., jax.Array]:
     return functools.partial(
-        kernel.linear_compression_kernel, config=case.config, num_sms=case.num_sms, interpret=params
+        kernel.linear_compression_kernel, config=case.config, num_sms=case.num_sms
     )
 
 
-def interpret(levels: Levels, case: Case, params: Any = interpreter.PARAMS) -> jax.Array:
+def interpret(levels: Levels, case: Case) -> jax.Array:
     # One program instead of one for each operation.
-    return jax.block_until_ready(jax.jit(kernel_of(case, params))(*map(tuple, levels)))
+    return jax.block_until_ready(jax.jit(kernel_of(case))(*map(tuple, levels)))
 
 
 # One program instead of one for each operation; its conversions round.
@@ -116,12 +116,12 @@ def assert_correct(out: Any, levels: Levels, where: Any = ...) -> None:
     problems.assert_within_error_rule(*(result[where] for result in results))
 
 
-def assert_right(case, launches, count, params=interpreter.PARAMS) -> None:
+def assert_right(case, launches, count) -> None:
     """The case is legal; its `count` launches have no races and the right result."""
     problem = LinearCompressionProblem(case.batches, case.ks, case.m, case.n, case.dtype)
     assert case.config.illegal_reason(problem) is None
     levels = case.levels()
-    out = interpret(levels, case, params)
+    out = interpret(levels, case)
     launches.assert_no_races(count)
     assert_correct(out, levels)
 
@@ -213,13 +213,13 @@ def count_by_barrier(monkeypatch: pytest.MonkeyPatch, barrier: Any, arrivals: in
 
         return launch(with_counter, scratch_types=(*scratch_types, barrier), **rest)
 
-    def wait(counter: Any, value: int, *, interpret: bool) -> None:
-        assert (value, interpret) == (arrivals, True)
+    def wait(counter: Any, value: int) -> None:
+        assert value == arrivals
         plgpu.barrier_wait(counter)
 
     monkeypatch.setattr(plgpu, "kernel", launch_with_counter)
-    monkeypatch.setattr(mosaic, "device_counter", lambda *, interpret: counters[-1])
-    monkeypatch.setattr(mosaic, "signal", lambda x, *, interpret: plgpu.barrier_arrive(x))
+    monkeypatch.setattr(mosaic, "device_counter", lambda: counters[-1])
+    monkeypatch.setattr(mosaic, "signal", plgpu.barrier_arrive)
     monkeypatch.setattr(mosaic, "wait", wait)
 
 
@@ -230,7 +230,7 @@ def counters_of_a_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
     barrier = plgpu.ClusterBarrier(collective_axes=("cluster",), num_arrivals=arrivals // 2)
     count_by_barrier(monkeypatch, barrier, arrivals)
 
-    def ticket(counter: Any, i: Any, *, interpret: bool) -> Any:
+    def ticket(counter: Any, i: Any) -> Any:
         return 2 * i + jax.lax.axis_index("cluster")
 
     monkeypatch.setattr(mosaic, "next_ticket", ticket)
@@ -238,7 +238,8 @@ def counters_of_a_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("counters_of_a_cluster")
 def test_interpreted_single_launch_of_a_cluster_waits_for_users_of_its_other_cta(launches) -> None:
-    assert_right(PAIR, launches, 1, IN_CLUSTER)
+    with mosaic.interpreted(IN_CLUSTER):
+        assert_right(PAIR, launches, 1)
 
 
 @pytest.fixture
@@ -264,7 +265,8 @@ def test_interpreted_cluster_stores_no_row_past_an_odd_batch(launches, stored_ro
     """Neither of the users' results nor of the output."""
     config = dataclasses.replace(PAIR.config, single_launch=False)
     case = dataclasses.replace(PAIR, batches=(1, 1), index=(0,), config=config)
-    assert_right(case, launches, 2, IN_CLUSTER)
+    with mosaic.interpreted(IN_CLUSTER):
+        assert_right(case, launches, 2)
     assert stored_rows == {0}
 
 

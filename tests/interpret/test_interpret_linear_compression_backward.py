@@ -81,10 +81,8 @@ CASES = {
 }
 
 
-def run(case: Case, arrays: Sequence[Any], params: Any = interpreter.PARAMS) -> Gradients:
-    fn = functools.partial(
-        kernel_vjp, config=case.config, num_sms=case.num_sms, dtypes=case.dtypes, interpret=params
-    )
+def run(case: Case, arrays: Sequence[Any]) -> Gradients:
+    fn = functools.partial(kernel_vjp, config=case.config, num_sms=case.num_sms, dtypes=case.dtypes)
     # One program instead of one for each operation.
     d_weights, d_embeddings = jax.block_until_ready(jax.jit(fn)(*arrays))
     assert {x.shape[0] for x in d_weights} == {1}
@@ -170,9 +168,7 @@ def test_interpreted_problems_with_common_weights_have_gradients_of_their_own(la
     """Two problems in one batch: as if each was computed alone."""
     both = Case((4, 6), (24, 70), 24, 64, index=(0, 1, 0, 3, 2, 3), num_sms=3)
     weights, embeddings, parents, cotangent = both.arrays()
-    fn = functools.partial(
-        kernel_vjp, config=both.config, num_sms=3, problems=2, interpret=interpreter.PARAMS
-    )
+    fn = functools.partial(kernel_vjp, config=both.config, num_sms=3, problems=2)
     d_weights, d_embeddings = jax.block_until_ready(
         jax.jit(fn)(weights, embeddings, parents, cotangent)
     )

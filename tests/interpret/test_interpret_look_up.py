@@ -41,13 +41,7 @@ def test_interpreted_sums(
         monkeypatch.setattr(sums, "STREAMED_BYTES", 0)
     _, users, _, dtype, is_sorted, *_ = sizes
     values, index = draw(*sizes)
-    kernel = functools.partial(
-        segment_sum_kernel,
-        users=users,
-        config=config,
-        is_sorted=is_sorted,
-        interpret=interpreter.PARAMS,
-    )
+    kernel = functools.partial(segment_sum_kernel, users=users, config=config, is_sorted=is_sorted)
     found = jax.block_until_ready(jax.jit(kernel)(values, index))
     launches.assert_no_races(1 + is_split)
     unit = float(jnp.finfo(dtype).eps)
@@ -58,7 +52,7 @@ def test_interpreted_lookups(launches: interpreter.Launches) -> None:
     rng = np.random.default_rng(0)
     user = jnp.asarray(rng.normal(size=(3, 6)), jnp.bfloat16)
     index = jnp.asarray(rng.integers(-1, 4, 5), jnp.int32)
-    kernel = functools.partial(look_up_kernel, config=LookUpConfig(1), interpret=interpreter.PARAMS)
+    kernel = functools.partial(look_up_kernel, config=LookUpConfig(1))
     found = jax.block_until_ready(jax.jit(kernel)(user, index))
     launches.assert_no_races(1)
     np.testing.assert_array_equal(found, user[jnp.clip(index, 0, 2)])

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from ikbo_jax.pallas.hopper import mosaic
 from ikbo_jax.pallas.linear.norm_linear import norm_linear_kernel
 from ikbo_jax.problems.norm_linear import NormLinearConfig, NormLinearProblem
 from ikbo_jax.reference import norm_linear as reference
@@ -25,8 +26,8 @@ CASES = {
 }
 
 
-def check(case: Any, interpret: Any) -> None:
-    """Runs a case, interpreted or, with False, emulated, and compares it with the reference."""
+def check(case: Any) -> None:
+    """Runs a case, interpreted or emulated, and compares it with the reference."""
     rows, features, shapes, kind, dtype, has_vectors, config = case
     columns = tuple(map(math.prod, shapes))
     problem = NormLinearProblem(rows, features, columns, kind, dtype, "")
@@ -45,14 +46,9 @@ def check(case: Any, interpret: Any) -> None:
     )
     options = {"norm": reference.Norm(kind, 1e-3), "activations": ("silu", "identity")}
     kernel = functools.partial(
-        norm_linear_kernel,
-        **options,
-        has_projection=has_vectors,
-        config=config,
-        num_sms=1,
-        interpret=interpret,
+        norm_linear_kernel, **options, has_projection=has_vectors, config=config, num_sms=1
     )
-    found = jax.block_until_ready((jax.jit(kernel) if interpret else kernel)(*arrays))
+    found = jax.block_until_ready((jax.jit(kernel) if mosaic.is_interpreted() else kernel)(*arrays))
     expected = reference.norm_linear(*options.values(), has_vectors, arrays)
     assert jax.tree.structure(reference.Projected(*found)) == jax.tree.structure(expected)
     unit = float(jnp.finfo(dtype).eps)
@@ -64,5 +60,5 @@ def check(case: Any, interpret: Any) -> None:
 
 @pytest.mark.parametrize("name", CASES)
 def test_interpreted_norm_linear(name: str, launches: interpreter.Launches) -> None:
-    check(CASES[name], interpreter.PARAMS)
+    check(CASES[name])
     launches.assert_no_races(1)

@@ -101,17 +101,13 @@ def test_interpreted_packed_kernel_is_right_and_free_of_races(name, launches, co
 
 #: The second CTA's tile lies past the batch.
 PAIR = Case(
-    (2, 5),
-    (40, 72),
-    16,
-    16,
-    dataclasses.replace(TINY, cluster=2, single_launch=False),
-    num_sms=2,
+    (2, 5), (40, 72), 16, 16, dataclasses.replace(TINY, cluster=2, single_launch=False), num_sms=2
 )
 
 
 def test_interpreted_packed_cluster_shares_weights(launches: interpreter.Launches) -> None:
-    assert_right(PAIR, launches, 2, linear_compression.IN_CLUSTER)
+    with mosaic.interpreted(linear_compression.IN_CLUSTER):
+        assert_right(PAIR, launches, 2)
 
 
 # The checks themselves: each of them must be able to fail.
@@ -195,10 +191,7 @@ def test_interpreted_resident_kernel_is_right_and_free_of_races(name, launches) 
 @pytest.mark.filterwarnings("ignore:invalid value encountered in matmul:RuntimeWarning")
 @pytest.mark.parametrize(("config", "count"), [(TINY, 1), (TWO, 2)], ids=["packed", "resident"])
 def test_interpreted_small_non_finite_rows_reach_their_own_results_alone(
-    config: Any,
-    count: int,
-    launches: interpreter.Launches,
-    count_users: Callable[[Case], None],
+    config: Any, count: int, launches: interpreter.Launches, count_users: Callable[[Case], None]
 ) -> None:
     case = case_of_neighbours(config)
     if config is TINY:

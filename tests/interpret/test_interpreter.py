@@ -1,7 +1,6 @@
 """What `tests/support/interpreter.py` adds to Pallas' GPU interpreter."""
 
 import contextlib
-import dataclasses
 import functools
 import types
 from typing import Any
@@ -19,7 +18,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ikbo_jax.pallas.hopper import mosaic
 
-PARAMS = dataclasses.replace(interpreter.PARAMS, inline_mgpu="_hack_model_inline_mgpu_tokamax")
 WARPGROUPS = 2
 
 
@@ -33,7 +31,7 @@ def _launch(body: Any, rows: jax.ShapeDtypeStruct, threads: int, scratch: Any = 
         grid_names=("worker",),
         num_threads=threads,
         thread_name="warpgroup",
-        interpret=PARAMS,
+        interpret=interpreter.PARAMS,
     )
     jax.block_until_ready(jax.jit(launch)(jnp.ones(rows.shape, rows.dtype)))
 

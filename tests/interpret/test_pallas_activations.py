@@ -37,8 +37,8 @@ AT_GRID, AT_NAN = slice(GRID.size), slice(GRID.size, None)
 def activate(name: str, approx: str | None) -> tuple[np.ndarray, np.ndarray]:
     """Value and slope at `POINTS`; that the value alone is the same is part of the test."""
     arguments = ((name,), approx, jnp.int32(0), jnp.asarray(POINTS))
-    value, slope = kernel.activate_with_slope(*arguments, interpret=True)
-    np.testing.assert_array_equal(kernel.activate(*arguments, interpret=True), value)
+    value, slope = kernel.activate_with_slope(*arguments)
+    np.testing.assert_array_equal(kernel.activate(*arguments), value)
     assert value.dtype == slope.dtype == jnp.float32
     return np.asarray(value), np.asarray(slope)
 
@@ -60,7 +60,7 @@ def test_nan_stays_and_infinity_is_no_finite_value(approx: str | None, name: str
 
 def test_heads_have_their_own_activation() -> None:
     names = ("gelu", "identity", "gelu", "relu")
-    both = jax.jit(functools.partial(kernel.activate_with_slope, names, None, interpret=True))
+    both = jax.jit(functools.partial(kernel.activate_with_slope, names, None))
     for head, name in enumerate(names):
         found = both(jnp.int32(head), jnp.asarray(GRID))
         for got, want in zip(found, activate(name, None), strict=True):
@@ -77,9 +77,7 @@ ATOL = 4e-6
 
 def result(spec: gdpa_weights.ActivationSpec, head: int, scores: np.ndarray) -> np.ndarray:
     """act(scale * scores) as the result of products with ones."""
-    weights = gdpa_weights.compute_weights(
-        spec, jnp.int32(head), jnp.asarray(scores), interpret=True
-    )
+    weights = gdpa_weights.compute_weights(spec, jnp.int32(head), jnp.asarray(scores))
     weights = gdpa_weights.round_weights(weights, jnp.float32).astype(jnp.float32)
     return np.asarray(gdpa_weights.scale_result(spec, jnp.int32(head), weights))
 
@@ -105,7 +103,7 @@ def test_weights_of_heads_have_their_own_factors() -> None:
 
 def test_narrow_weights_are_activated_scores() -> None:
     spec = gdpa_weights.ActivationSpec(("silu",), None, 0.125, 1.0, has_f32_range=False)
-    weights = gdpa_weights.compute_weights(spec, jnp.int32(0), jnp.float32([[4e5]]), interpret=True)
+    weights = gdpa_weights.compute_weights(spec, jnp.int32(0), jnp.float32([[4e5]]))
     np.testing.assert_allclose(weights, 5e4, rtol=1e-6)
 
 
@@ -114,9 +112,7 @@ def test_narrow_weights_are_activated_scores() -> None:
 
 def gradients(spec, head, scores, d_weights) -> tuple[np.ndarray, np.ndarray]:
     """(act(scale * scores), d_weights * act'(scale * scores)) as sums over one row make them."""
-    weights, slope = gdpa_slopes.weights_and_slopes(
-        spec, jnp.int32(head), jnp.asarray(scores), interpret=True
-    )
+    weights, slope = gdpa_slopes.weights_and_slopes(spec, jnp.int32(head), jnp.asarray(scores))
     by_weight, by_slope = gdpa_slopes.constants(spec)
     d_scores = gdpa_slopes.d_scores(spec, jnp.asarray(d_weights), slope)
     return np.asarray(weights) * by_weight, np.asarray(d_scores) * by_slope
@@ -161,7 +157,7 @@ def test_slopes_of_heads_that_differ_have_no_constants() -> None:
 def test_softmax_s_weights_are_at_most_1_where_lse_is_rounded_down() -> None:
     spec = gdpa_weights.ActivationSpec(("softmax",), None, 1.0, 1.0, has_f32_range=True)
     shape = types.SimpleNamespace(activation=spec)
-    ctx: Any = types.SimpleNamespace(shape=shape, interpret=True)
+    ctx: Any = types.SimpleNamespace(shape=shape)
     lse, scores = jnp.float32([8, 8]), jnp.float32([[6.0, 5.0], [4.0, 3.0]])
     found, _ = softmax.weights_and_slopes(ctx, (lse, lse), scores, 0, 0)
     expected = np.minimum(np.exp(scores) / 2.0**8, 1)
@@ -178,7 +174,7 @@ def test_capped_scores_have_the_relative_error_that_the_module_states(scale, log
     small = np.geomspace(1e-30, 100, 64 * 64, dtype=np.float32)
     scores = np.concatenate([GRID.ravel(), LARGE, small, -small])
     back, cap = caps.scale_and_cap(scale, logit_cap, caps.Method.SMALL_EXACT)
-    found = np.asarray(caps.capped(cap, jnp.asarray(scores), interpret=True))
+    found = np.asarray(caps.capped(cap, jnp.asarray(scores)))
     exact = np.tanh(scores.astype(np.float64) * scale / logit_cap)
     assert back == logit_cap
     assert np.all(np.abs(found - exact) <= 2.0**-18 * np.abs(exact) + 1e-37)
@@ -191,7 +187,7 @@ def test_a_softmax_s_capped_scores_keep_its_weights_below_their_rounding(logit_c
     assert (cap.method is caps.Method.EXACT) == (logit_cap <= caps.MAX_EXACT_CAP)
     small = np.geomspace(1e-6, 1e5, 64 * 64, dtype=np.float32)
     scores = np.concatenate([GRID.ravel(), small, -small])
-    found = np.asarray(caps.capped(cap, jnp.asarray(scores), interpret=True)).astype(np.float64)
+    found = np.asarray(caps.capped(cap, jnp.asarray(scores))).astype(np.float64)
     exact = np.tanh(scores.astype(np.float64) * 0.3 / logit_cap)
     # Large caps have large scores: those lose as much by their own rounding to f32.
     bound = np.maximum(2.0**-13, 2.0**-18 * np.abs(scale * exact))
@@ -202,7 +198,7 @@ def test_caps_take_any_number() -> None:
     scores = jnp.float32([0.0, -0.0, np.inf, -np.inf, np.nan, 3.0, 1e20])
     for scale, logit_cap in ((1.0, 30.0), (1e30, 1e-30), (1.0, 1e30)):
         _, cap = caps.scale_and_cap(scale, logit_cap)
-        found = np.asarray(caps.capped(cap, scores, interpret=True))
+        found = np.asarray(caps.capped(cap, scores))
         np.testing.assert_array_equal(found[:2], 0)
         assert not np.any(np.isfinite(found[2:5]))
         np.testing.assert_allclose(found[6], np.tanh(1e20 * scale / logit_cap), rtol=1e-5)

@@ -102,12 +102,8 @@ CASES = {
         Config(48, 2, 1, "stored", 64, 2, splits=2), 256, sum_dtype="float32"
     ),
     "h64_few_queries": Case(Config(16, 4, 2, d_query="parts"), 64, q_len=1),
-    "h128_added_parts": Case(
-        Config(64, d_query="parts", splits=4, adds_by_launch=True), q_heads=4, kv_len=300
-    ),
-    "h96_added_f32_sums": Case(
-        Config(64, 3, 1, "stored", splits=7, adds_by_launch=True), 96, sum_dtype="float32"
-    ),
+    "h128_added_parts": Case(Config(64, d_query="parts", splits=4), q_heads=4, kv_len=300),
+    "h96_added_f32_sums": Case(Config(64, 3, 1, "stored", splits=7), 96, sum_dtype="float32"),
 }
 
 
@@ -125,7 +121,7 @@ def test_offline_attention_backward_kernel_is_fit(name: str, compiler: offline.C
     of_rows = 1 if statistics.numbers_rows(sizes, p.kv_heads) else 2
     of_keys = 1 if case.head_dim <= attention_backward.MAX_BOTH_SUMS else 2
     of_queries = 1 - case.config.has_d_query
-    of_parts = case.config.adds_by_launch
+    of_parts = case.config.has_parts
     assert len(launches) == of_rows + case.chunks * (of_keys + of_queries + of_parts)
     most = max(compiled.smem_bytes for compiled in launches)
     assert most == case.config.smem_bytes(case.head_dim)
@@ -172,6 +168,6 @@ def test_offline_wide_descriptors_are_found(compiler, monkeypatch) -> None:
         return arith.addi(descriptor, arith.muli(arith.extui(i64, count), size))
 
     monkeypatch.setattr(products, "_offset", offset)
-    *_, compiled = compiler.compile(*CASES["h128"].launch())
+    *_, compiled, _ = compiler.compile(*CASES["h128"].launch())
     assert compiled.ptxas.wide_descriptors
     assert len(compiled.faults) == 1

@@ -43,26 +43,16 @@ class Case:
 CASES = {
     "two_users": Case((235, 2, 4, 628, 8, 8, 64)),
     "one_candidate_a_user": Case((512, 512, 1, 256, 2, 2, 64), PARTS, 1, has_lengths=True),
-    # XLA adds the parts of d_query.
-    "parts_of_xla": Case(
-        (512, 512, 1, 256, 2, 2, 64),
-        ("_statistics", ""),
-        1,
-        1,
-        has_lengths=True,
-        changes={"adds_by_launch": False},
-    ),
     "split_rows": Case((64, 1, 16, 512, 2, 2, 64), PARTS),
     # Queries and cotangents are copied into the order of key heads, and d_query back, by launches.
     "grouped_heads": Case((300, 3, 4, 512, 4, 2, 128), PARTS),
     # So they are if candidates are in any order. A launch of its own puts many into order.
     "unsorted": Case((300, 3, 4, 256, 2, 2, 128), PARTS, is_sorted=False),
     "many_unsorted": Case((6033, 182, 9, 66, 1, 1, 64), ("_rows", *STORED), 1, is_sorted=False),
-    # XLA adds the parts of d_key and of d_value.
     "stored_split_rows": Case(
         (64, 1, 16, 512, 2, 2, 64),
-        kernels=2,
-        changes={"stages": 2, "d_query": "stored", "adds_by_launch": False},
+        ("_statistics", "", "_stored", "_parts"),
+        changes={"stages": 2, "d_query": "stored"},
     ),
 }
 

@@ -13,7 +13,7 @@ from serving_model import TOLERANCE, assert_right
 
 from ikbo_jax import serving
 from ikbo_jax.serving.batches import Checked, fitting_parts, merged
-from ikbo_jax.serving.users import UserCache
+from ikbo_jax.serving.scorer import UserCache
 
 ROW_BYTES = 4 * (2 * small.EVENTS * small.WIDTH + small.WIDTH)
 

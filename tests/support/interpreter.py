@@ -35,8 +35,8 @@ from jax._src.pallas.mosaic.interpret import race_detection_state
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks, shared_memory
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-#: What kernels take as `interpret`.
-PARAMS = plgpu.InterpretGPUParams(detect_races=True)
+#: The value of `mosaic.interpreted`, also for kernels with named barriers.
+PARAMS = plgpu.InterpretGPUParams(detect_races=True, inline_mgpu="_hack_model_inline_mgpu_tokamax")
 
 _wgmma = gpu_callbacks.wgmma
 _wgmma_accumulator_deref = gpu_callbacks.wgmma_accumulator_deref

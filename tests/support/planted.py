@@ -59,16 +59,16 @@ def early_hand_back(monkeypatch: pytest.MonkeyPatch, pending: int) -> None:
     wait, arrive = mma.wait, plgpu.barrier_arrive
     held: list[int] = []
 
-    def late_wait(n: int, *, interpret: bool) -> None:
+    def late_wait(n: int) -> None:
         if n == pending:
             held.append(n)
         else:
-            wait(n, interpret=interpret)
+            wait(n)
 
     def arrive_then_wait(barrier: Any) -> None:
         arrive(barrier)
         if held and is_handed_back(barrier):
-            wait(held.pop(), interpret=True)
+            wait(held.pop())
 
     monkeypatch.setattr(mma, "wait", late_wait)
     monkeypatch.setattr(plgpu, "barrier_arrive", arrive_then_wait)
@@ -83,11 +83,11 @@ def missing_wait(monkeypatch: pytest.MonkeyPatch, function: str) -> list[int]:
     """
     wait, left_out = mma.wait, []
 
-    def planted(n: int, *, interpret: bool) -> None:
+    def planted(n: int) -> None:
         if sys._getframe(1).f_code.co_name == function:
             left_out.append(n)
         else:
-            wait(n, interpret=interpret)
+            wait(n)
 
     monkeypatch.setattr(mma, "wait", planted)
     return left_out

@@ -24,7 +24,7 @@ from ikbo_jax.problems import (
     Problem,
     ResidentCompressionConfig,
 )
-from ikbo_jax.problems.attention_backward_cost import small_configs
+from ikbo_jax.problems.attention_backward_problem import small_configs
 from ikbo_jax.problems.hopper import NUM_SMS
 from ikbo_jax.problems.problem import ranked
 from ikbo_jax.tuning import table, table_rows

@@ -138,13 +138,12 @@ def test_small_gradients_have_candidates_whose_parts_a_launch_adds(head_dim):
     small = AttentionBackwardProblem(230, 6, 5, 273, 1, 1, head_dim, "bfloat16")
     large = dataclasses.replace(small, kv_len=8192)
     of_small, of_large = (
-        [config for config in problem.configs() if config.adds_by_launch]
-        for problem in (small, large)
+        [config for config in problem.configs() if config.has_parts] for problem in (small, large)
     )
     assert bool(of_small) == (head_dim <= MAX_BOTH_SUMS)
     assert not of_large
-    assert small.default_config().adds_by_launch == bool(of_small)
-    assert table.lookup(small, with_user_rows=False).config.adds_by_launch == bool(of_small)
+    assert small.default_config().has_parts == bool(of_small)
+    assert table.lookup(small, with_user_rows=False).config.has_parts == bool(of_small)
     for config in of_small:
         assert small.items * config.splits <= 132
 

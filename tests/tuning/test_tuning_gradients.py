@@ -32,7 +32,7 @@ from ikbo_jax.problems import (
 from ikbo_jax.problems import gdpa_backward as gdpa_configs
 from ikbo_jax.problems import linear_compression_backward as linear_configs
 from ikbo_jax.problems.attention_backward import HEAD_DIMS, most_blocks
-from ikbo_jax.problems.attention_backward_cost import small_configs
+from ikbo_jax.problems.attention_backward_problem import small_configs
 from ikbo_jax.problems.hopper import MAX_SMEM_BYTES, NUM_SMS
 from ikbo_jax.problems.linear_compression_backward import WeightGradientConfig
 from ikbo_jax.tuning import table
@@ -299,7 +299,7 @@ def test_configurations_of_larger_gradients_that_were_timed():
     assert (uneven.d_query, uneven.splits) == ("stored", 1)
     many = table.lookup(attention_of((813, 101, 5, 87, 4, 4, 128)), with_user_rows=False).config
     assert (many.d_query, many.block_q, many.kv_slots) == ("parts", 32, 2)
-    assert many.adds_by_launch
+    assert many.has_parts
 
 
 @hypothesis.given(

@@ -67,7 +67,7 @@ def scale_and_cap(
     return logit_cap, Cap(factor, method)
 
 
-def capped(cap: Cap | None, scores: jax.Array, *, interpret: bool) -> jax.Array:
+def capped(cap: Cap | None, scores: jax.Array) -> jax.Array:
     """Computes tanh(factor * scores), [64, columns] f32; returns `scores` without a cap.
 
     What is not finite becomes NaN, or with tanh.approx stays so, and does not reach neighbours.
@@ -83,7 +83,7 @@ def capped(cap: Cap | None, scores: jax.Array, *, interpret: bool) -> jax.Array:
         # NaN becomes a number, since neighbours share a reciprocal, and is NaN again thereafter.
         exponent = jnp.where(y < MAX_EXPONENT, y, jnp.full_like(y, MAX_EXPONENT))
         powers = jnp.exp2(exponent) + jnp.float32(1)
-        inverse = values.reciprocal(powers, interpret=interpret)
+        inverse = values.reciprocal(powers)
         far = y * jnp.float32(0) + (jnp.float32(1) - inverse * jnp.float32(2))
         if cap.method is Method.EXACT:
             return far
@@ -91,7 +91,7 @@ def capped(cap: Cap | None, scores: jax.Array, *, interpret: bool) -> jax.Array:
         near = y * (y * y * jnp.float32(cubic) + jnp.float32(linear))
         return jnp.where(jnp.abs(y) < NEAR / unit, near, far)
 
-    return values.by_chunks(("",), None, scores, evaluate, interpret)
+    return values.by_chunks(("",), None, scores, evaluate)
 
 
 def through_cap(

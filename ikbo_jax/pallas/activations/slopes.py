@@ -37,22 +37,18 @@ from ikbo_jax.pallas.activations.weights import ActivationSpec
 from ikbo_jax.reference.activations import LEAKY_SLOPE, SOFTMAX, TANH_CUBIC, TANH_SCALE
 
 
-def weights_and_slopes(
-    spec: ActivationSpec, head: Any, scores: jax.Array, *, interpret: bool
-) -> Pair:
+def weights_and_slopes(spec: ActivationSpec, head: Any, scores: jax.Array) -> Pair:
     """Computes (weights, slopes for `d_scores`) of one query head's raw scores."""
-    scores = capped(spec.cap, scores, interpret=interpret)
-    weights, slope = _of_capped(spec, head, scores, interpret=interpret)
+    scores = capped(spec.cap, scores)
+    weights, slope = _of_capped(spec, head, scores)
     return weights, through_cap(spec.cap, scores, slope, zero_slope(spec))
 
 
-def _of_capped(spec: ActivationSpec, head: Any, scores: jax.Array, *, interpret: bool) -> Pair:
+def _of_capped(spec: ActivationSpec, head: Any, scores: jax.Array) -> Pair:
     raw = _raw(spec)
     if raw is None:
         scaled = scores if spec.scale == 1 else scores * jnp.float32(spec.scale)
-        return activations.activate_with_slope(
-            spec.names, spec.approx, head, scaled, interpret=interpret
-        )
+        return activations.activate_with_slope(spec.names, spec.approx, head, scaled)
 
     def evaluate(_: str, s: jax.Array) -> Pair:
         weights, slope = raw(s, spec.scale)
@@ -63,7 +59,7 @@ def _of_capped(spec: ActivationSpec, head: Any, scores: jax.Array, *, interpret:
         offset = by_slope if _has_offset(spec) else 0.0
         return weights * jnp.float32(by_weight), slope * jnp.float32(by_slope) + jnp.float32(offset)
 
-    return activations.by_chunks(spec.names, head, scores, evaluate, interpret)
+    return activations.by_chunks(spec.names, head, scores, evaluate)
 
 
 def d_scores(spec: ActivationSpec, d_weights: jax.Array, slope: jax.Array) -> jax.Array:

@@ -27,7 +27,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, vector
 
-from ikbo_jax.pallas.hopper import inline
+from ikbo_jax.pallas.hopper import inline, mosaic
 from ikbo_jax.reference.activations import (
     APPROXIMATIONS,
     LEAKY_SLOPE,
@@ -68,39 +68,35 @@ MAX_GELU_TANH = 10.0
 Pair = tuple[jax.Array, jax.Array]
 
 
-def activate(
-    names: tuple[str, ...], approx: str | None, head: Any, x: jax.Array, *, interpret: bool
-) -> jax.Array:
+def activate(names: tuple[str, ...], approx: str | None, head: Any, x: jax.Array) -> jax.Array:
     """Computes act(x) of one head, for x [64, columns] f32; `names` are of all heads, or one for
     all.
     """
 
     def evaluate(name: str, x: jax.Array) -> jax.Array:
-        return _evaluate(name, approx, x, needs_slope=False, interpret=interpret)[0]
+        return _evaluate(name, approx, x, needs_slope=False)[0]
 
-    return by_chunks(names, head, x, evaluate, interpret)
+    return by_chunks(names, head, x, evaluate)
 
 
 def activate_with_slope(
-    names: tuple[str, ...], approx: str | None, head: Any, x: jax.Array, *, interpret: bool
+    names: tuple[str, ...], approx: str | None, head: Any, x: jax.Array
 ) -> Pair:
     """Computes (act(x), act'(x)) of one head; for the arguments see `activate`."""
 
     def evaluate(name: str, x: jax.Array) -> Pair:
-        return _evaluate(name, approx, x, needs_slope=True, interpret=interpret)
+        return _evaluate(name, approx, x, needs_slope=True)
 
-    return by_chunks(names, head, x, evaluate, interpret)
+    return by_chunks(names, head, x, evaluate)
 
 
-def by_chunks(
-    names: tuple[str, ...], head: Any, x: jax.Array, evaluate: Any, interpret: bool
-) -> Any:
+def by_chunks(names: tuple[str, ...], head: Any, x: jax.Array, evaluate: Any) -> Any:
     """Calls `evaluate(name, x)` for the head's activation, a chunk of x [64, columns] at a time."""
 
     def of_head(x: jax.Array) -> Any:
         return _of_head(names, head, lambda name: evaluate(name, x))
 
-    if interpret:
+    if mosaic.is_interpreted():
         return of_head(x)
     chunks = [lax.slice(x, (0, i), (x.shape[0], i + CHUNK)) for i in range(0, x.shape[1], CHUNK)]
     return jax.tree.map(lambda *parts: lax.concatenate(parts, 1), *map(of_head, chunks))
@@ -118,17 +114,16 @@ def _of_head(names: tuple[str, ...], head: Any, evaluate: Any) -> Any:
     return lax.switch(kind, [functools.partial(evaluate, name) for name in kinds])
 
 
-def _evaluate(
-    name: str, approx: str | None, x: jax.Array, *, needs_slope: bool, interpret: bool
-) -> Pair:
+def _evaluate(name: str, approx: str | None, x: jax.Array, *, needs_slope: bool) -> Pair:
     """Computes (act(x), act'(x)); unless `needs_slope`, the second array is a placeholder."""
     approx = one_by_one(approx)
     if approx is not None and name in APPROXIMATIONS[approx]:
         name = f"{approx} {name}"
     if name in _WITH_SIGMOID:
-        return _WITH_SIGMOID[name](x, needs_slope, interpret)
+        return _WITH_SIGMOID[name](x, needs_slope)
     value, slope = _WITHOUT_SIGMOID[name](x, needs_slope)
-    if name == "identity" and not interpret:  # a constant has no layout, unlike other slopes
+    if name == "identity" and not mosaic.is_interpreted():
+        # A constant has no layout, unlike other slopes.
         slope = plgpu.layout_cast(slope, plgpu.Layout.WGMMA)
     return value, slope
 
@@ -200,9 +195,9 @@ def _polynomial_gelu(x: jax.Array, needs_slope: bool) -> Pair:
     return x * phi, phi + inside * jnp.where(is_inside, density, jnp.full_like(x, 0.0))
 
 
-def reciprocal(x: jax.Array, *, interpret: bool) -> jax.Array:
+def reciprocal(x: jax.Array) -> jax.Array:
     """Computes 1 / x for 1 ≤ x < 2⁶³; two neighbouring columns share one: 1 / a = b · (1 / ab)."""
-    if interpret:
+    if mosaic.is_interpreted():
         return 1 / x
 
     @plgpu.inline_mgpu(
@@ -225,24 +220,24 @@ def reciprocal(x: jax.Array, *, interpret: bool) -> jax.Array:
     return invert(x)
 
 
-def _silu(x: jax.Array, needs_slope: bool, interpret: bool) -> Pair:
+def _silu(x: jax.Array, needs_slope: bool) -> Pair:
     bounded = jnp.maximum(x, jnp.float32(MIN_SILU))
     exponential = jnp.exp2(bounded * jnp.float32(-LOG2_E))
-    gate = reciprocal(exponential + jnp.float32(1), interpret=interpret)
+    gate = reciprocal(exponential + jnp.float32(1))
     value = bounded * gate
     if not needs_slope:
         return value, x
     return value, gate + value * (exponential * gate)
 
 
-def _gelu_tanh(x: jax.Array, needs_slope: bool, interpret: bool) -> Pair:
+def _gelu_tanh(x: jax.Array, needs_slope: bool) -> Pair:
     """x · sigmoid(2y), where (1 + tanh(y)) / 2 = sigmoid(2y)."""
     bounded = jnp.maximum(x, jnp.float32(MIN_GELU_TANH))
     factor = -2 * LOG2_E * TANH_SCALE
     square = bounded * bounded
     exponent = bounded * (square * jnp.float32(factor * TANH_CUBIC) + jnp.float32(factor))
     exponential = jnp.exp2(exponent)
-    gate = reciprocal(exponential + jnp.float32(1), interpret=interpret)
+    gate = reciprocal(exponential + jnp.float32(1))
     value = bounded * gate
     if not needs_slope:
         return value, x
@@ -252,7 +247,7 @@ def _gelu_tanh(x: jax.Array, needs_slope: bool, interpret: bool) -> Pair:
     return value, gate + gate * (exponential * gate) * growth
 
 
-def _tanh_silu(x: jax.Array, needs_slope: bool, interpret: bool) -> Pair:
+def _tanh_silu(x: jax.Array, needs_slope: bool) -> Pair:
     half = x * jnp.float32(0.5)
     inner = jnp.tanh(half)  # tanh.approx.f32: see `mosaic.compiler_params`
     value = half * inner + half
@@ -263,7 +258,7 @@ def _tanh_silu(x: jax.Array, needs_slope: bool, interpret: bool) -> Pair:
     return value, inner * jnp.float32(0.5) + jnp.float32(0.5) + inside * rest * jnp.float32(0.5)
 
 
-def _tanh_gelu_tanh(x: jax.Array, needs_slope: bool, interpret: bool) -> Pair:
+def _tanh_gelu_tanh(x: jax.Array, needs_slope: bool) -> Pair:
     scaled = x * jnp.float32(TANH_SCALE)
     inner = jnp.tanh(x * x * (scaled * jnp.float32(TANH_CUBIC)) + scaled)
     half = x * jnp.float32(0.5)

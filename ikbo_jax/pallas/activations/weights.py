@@ -41,7 +41,7 @@ from jaxlib.mlir.dialects import vector
 
 from ikbo_jax.pallas.activations import values as activations
 from ikbo_jax.pallas.activations.cap import Cap, Method, capped, scale_and_cap
-from ikbo_jax.pallas.hopper import inline
+from ikbo_jax.pallas.hopper import inline, mosaic
 from ikbo_jax.reference.activations import (
     APPROXIMATIONS,
     LEAKY_SLOPE,
@@ -117,24 +117,22 @@ class ActivationSpec(NamedTuple):
         return self.scale**2 if full_name == "relu_squared" else self.scale
 
 
-def compute_weights(
-    spec: ActivationSpec, head: Any, scores: jax.Array, *, interpret: bool
-) -> Weights:
+def compute_weights(spec: ActivationSpec, head: Any, scores: jax.Array) -> Weights:
     """Computes weights of one head's raw scores [64, columns] f32, for `round_weights`."""
-    scores = capped(spec.cap, scores, interpret=interpret)
+    scores = capped(spec.cap, scores)
     if spec.is_packed:
         return _packed(spec, scores)
     if not spec.takes_raw_scores:
         if spec.scale != 1:
             scores = scores * jnp.float32(spec.scale)
-        return activations.activate(spec.names, spec.approx, head, scores, interpret=interpret)
+        return activations.activate(spec.names, spec.approx, head, scores)
 
     def evaluate(name: str, scores: jax.Array) -> jax.Array:
-        weights = _WEIGHTS[spec.full_name(name)](scores, spec.scale, interpret)
+        weights = _WEIGHTS[spec.full_name(name)](scores, spec.scale)
         constant = spec.constant(name)
         return weights if spec.has_f32_range or constant == 1 else weights * jnp.float32(constant)
 
-    return activations.by_chunks(spec.names, head, scores, evaluate, interpret)
+    return activations.by_chunks(spec.names, head, scores, evaluate)
 
 
 def _packed(spec: ActivationSpec, scores: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -167,65 +165,65 @@ def scale_result(spec: ActivationSpec, head: Any, acc: jax.Array) -> jax.Array:
     return acc * factor
 
 
-def _identity(s: jax.Array, scale: float, interpret: bool) -> jax.Array:
+def _identity(s: jax.Array, scale: float) -> jax.Array:
     return s
 
 
-def _relu(s: jax.Array, scale: float, interpret: bool) -> jax.Array:
+def _relu(s: jax.Array, scale: float) -> jax.Array:
     return jnp.maximum(s, jnp.float32(0))
 
 
-def _leaky_relu(s: jax.Array, scale: float, interpret: bool) -> jax.Array:
+def _leaky_relu(s: jax.Array, scale: float) -> jax.Array:
     return jnp.maximum(s, s * jnp.float32(LEAKY_SLOPE))
 
 
-def _relu_squared(s: jax.Array, scale: float, interpret: bool) -> jax.Array:
+def _relu_squared(s: jax.Array, scale: float) -> jax.Array:
     positive = jnp.maximum(s, jnp.float32(0))
     return positive * positive
 
 
-def _hardswish(s: jax.Array, scale: float, interpret: bool) -> jax.Array:
-    return s * _saturated(s, scale / 6, 0.5, interpret=interpret)
+def _hardswish(s: jax.Array, scale: float) -> jax.Array:
+    return s * _saturated(s, scale / 6, 0.5)
 
 
-def _tanh_silu(s: jax.Array, scale: float, interpret: bool) -> jax.Array:
+def _tanh_silu(s: jax.Array, scale: float) -> jax.Array:
     inner = jnp.tanh(s * jnp.float32(scale / 2))  # tanh.approx.f32: see `mosaic.compiler_params`
     return s * inner + s
 
 
-def _tanh_gelu_tanh(s: jax.Array, scale: float, interpret: bool) -> jax.Array:
+def _tanh_gelu_tanh(s: jax.Array, scale: float) -> jax.Array:
     linear, cubic = TANH_SCALE * scale, TANH_SCALE * TANH_CUBIC * scale**3
     inner = jnp.tanh(s * (s * s * jnp.float32(cubic) + jnp.float32(linear)))
     return s * inner + s
 
 
-def _silu(s: jax.Array, scale: float, interpret: bool) -> jax.Array:
+def _silu(s: jax.Array, scale: float) -> jax.Array:
     bounded = jnp.maximum(s, jnp.float32(activations.MIN_SILU / scale))
     exponential = jnp.exp2(bounded * jnp.float32(-activations.LOG2_E * scale))
-    return bounded * activations.reciprocal(exponential + jnp.float32(1), interpret=interpret)
+    return bounded * activations.reciprocal(exponential + jnp.float32(1))
 
 
-def _gelu_tanh(s: jax.Array, scale: float, interpret: bool) -> jax.Array:
+def _gelu_tanh(s: jax.Array, scale: float) -> jax.Array:
     bounded = jnp.maximum(s, jnp.float32(activations.MIN_GELU_TANH / scale))
     linear = -2 * activations.LOG2_E * TANH_SCALE * scale
     cubic = linear * TANH_CUBIC * scale**2
     exponential = jnp.exp2(bounded * (bounded * bounded * jnp.float32(cubic) + jnp.float32(linear)))
-    return bounded * activations.reciprocal(exponential + jnp.float32(1), interpret=interpret)
+    return bounded * activations.reciprocal(exponential + jnp.float32(1))
 
 
-def _gelu(s: jax.Array, scale: float, interpret: bool) -> jax.Array:
+def _gelu(s: jax.Array, scale: float) -> jax.Array:
     distance = jnp.minimum(jnp.abs(s), jnp.float32(activations.PHI_DOMAIN / scale))
     coefficients = tuple(c * scale**k for k, c in enumerate(activations.LOG2_PHI))
     tail = jnp.exp2(activations.horner(coefficients, distance))
     return jnp.maximum(s, jnp.float32(0)) - distance * tail
 
 
-def _polynomial_gelu(s: jax.Array, scale: float, interpret: bool) -> jax.Array:
+def _polynomial_gelu(s: jax.Array, scale: float) -> jax.Array:
     """Beyond its domain the polynomial keeps its last value; there Φ saturates at 0 or 1."""
     square = jnp.minimum(s * s, jnp.float32((POLYNOMIAL_DOMAIN / scale) ** 2))
     coefficients = tuple(c * scale ** (2 * k + 1) for k, c in enumerate(POLYNOMIAL))
     slope = activations.horner(coefficients, square)
-    return s * _saturated(s, slope, 0.5, interpret=interpret)
+    return s * _saturated(s, slope, 0.5)
 
 
 _WEIGHTS = {
@@ -243,12 +241,12 @@ _WEIGHTS = {
 }
 
 
-def _saturated(x: jax.Array, slope: Any, offset: float, *, interpret: bool) -> jax.Array:
+def _saturated(x: jax.Array, slope: Any, offset: float) -> jax.Array:
     """Computes x * slope + offset, limited to [0, 1], in one instruction.
 
     A NaN x may give 0, but the caller multiplies the result by x, which gives NaN.
     """
-    if interpret:
+    if mosaic.is_interpreted():
         slope = slope if isinstance(slope, jax.Array) else jnp.float32(slope)
         return jnp.clip(x * slope + jnp.float32(offset), 0.0, 1.0)
     factors = (slope,) if isinstance(slope, jax.Array) else ()

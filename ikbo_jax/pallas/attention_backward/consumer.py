@@ -59,7 +59,7 @@ def _receive_tile(ctx: BackwardContext, item: Any) -> None:
     def _() -> None:
         for operand in (KEY, VALUE) if ctx.has_d_scores else (KEY,):
             tiles = ctx.shared.keys_values.matrix(item).at[operand, ctx.consumer]
-            visible.zero_rest(tiles, interpret=ctx.interpret)
+            visible.zero_rest(tiles)
         plgpu.commit_smem()
 
 
@@ -76,15 +76,15 @@ def _receive_block(ctx: BackwardContext, item: Any, block: Any, step: Any) -> No
     @pl.when(visible.is_partial)
     def _() -> None:
         # Each consumer zeroes one operand.
-        consumer = mosaic.warpgroup_index("warpgroup", interpret=ctx.interpret)
+        consumer = mosaic.warpgroup_index()
         tiles = shared.queries.tiles[0].at[stage, consumer]
-        visible.zero_rest(tiles, interpret=ctx.interpret)
+        visible.zero_rest(tiles)
         for number, fill in enumerate(FILLS):
 
             @pl.when(consumer == number)
             def _(number: int = number, fill: float = fill) -> None:
                 statistics = shared.statistics.at[stage, number]
-                store.fill_from(statistics, visible.end, fill, interpret=ctx.interpret)
+                store.fill_from(statistics, visible.end, fill)
 
         plgpu.commit_smem()
         turns.synchronise_consumers()
@@ -99,16 +99,16 @@ def _receive_half(ctx: BackwardContext, item: Any, block: Any, step: Any, operan
 
     @pl.when(visible.is_partial)
     def _() -> None:
-        consumer = mosaic.warpgroup_index("warpgroup", interpret=ctx.interpret)
+        consumer = mosaic.warpgroup_index()
 
         @pl.when(consumer == 0)
         def _() -> None:
-            visible.zero_rest(ring.matrix(number), interpret=ctx.interpret)
+            visible.zero_rest(ring.matrix(number))
 
         @pl.when(consumer == 1)
         def _() -> None:
             statistics = ctx.half_statistics(step, operand)
-            store.fill_from(statistics, visible.end, FILLS[operand], interpret=ctx.interpret)
+            store.fill_from(statistics, visible.end, FILLS[operand])
 
         plgpu.commit_smem()
         turns.synchronise_consumers()
@@ -123,12 +123,11 @@ def _issue_scores(
     ctx: BackwardContext, item: Any, step: Any, operand: int, half: Any = None
 ) -> jax.Array:
     """Issues keys @ queries.T, or values @ d_out.T: [64 keys, block_q]; `half` of the block."""
-    consumer = mosaic.warpgroup_index("warpgroup", interpret=ctx.interpret)
+    consumer = mosaic.warpgroup_index()
     return mma.product(
         ctx.shared.keys_values.matrix(item).at[operand, consumer],
         _operand(ctx, step, operand if half is None else half),
         pl.cdiv(ctx.shape.head_dim, WGMMA_K) * WGMMA_K,
-        interpret=ctx.interpret,
     )
 
 
@@ -150,7 +149,7 @@ def _weights_and_slopes(
     Slopes are weights times the slope of the cap: without a cap, the same array.
     """
     scale, cap = scale_and_cap(ctx.shape.scale, ctx.shape.logit_cap)
-    scores = capped(cap, scores, interpret=ctx.interpret)
+    scores = capped(cap, scores)
     exponents = scores * jnp.float32(scale * math.log2(math.e)) - _statistic(ctx, step, LSE)
     weights = jnp.exp2(jnp.minimum(exponents, jnp.float32(0)))
     weights = _visible_keys(ctx, item).keep(weights, axis=0)
@@ -165,12 +164,11 @@ def _issue_d_query(ctx: BackwardContext, item: Any, step: Any) -> jax.Array:
         ctx.shared.d_scores[0].at[lax.rem(step, D_SCORES_BUFFERS)],
         column_block,
         rows,
-        interpret=ctx.interpret,
     )
 
 
 def _share(ctx: BackwardContext) -> tuple[Any, tuple[Any, int]]:
-    consumer = mosaic.warpgroup_index("warpgroup", interpret=ctx.interpret)
+    consumer = mosaic.warpgroup_index()
     block_q = ctx.config.block_q
     if ctx.shape.column_blocks == 1:
         half = block_q // NUM_CONSUMERS
@@ -180,13 +178,12 @@ def _share(ctx: BackwardContext) -> tuple[Any, tuple[Any, int]]:
 
 def _d_scores_tile(ctx: BackwardContext, step: Any, view: int) -> Any:
     """Selects this consumer's buffer of gradients of scores, as registers (0) or TMA (1) see it."""
-    consumer = mosaic.warpgroup_index("warpgroup", interpret=ctx.interpret)
+    consumer = mosaic.warpgroup_index()
     return ctx.shared.d_scores[view].at[lax.rem(step, D_SCORES_BUFFERS), consumer]
 
 
 def _store_d_scores(ctx: BackwardContext, item: Any, block: Any, step: Any) -> None:
-    """Stores the staged gradients of scores of a block's queries and this consumer's keys."""
-    consumer = mosaic.warpgroup_index("warpgroup", interpret=ctx.interpret)
+    consumer = mosaic.warpgroup_index()
     head, tile, first = (ctx.shared.items.word(item, i) for i in (HEAD, TILE, FIRST_TARGET))
     plane = (head * ctx.shape.kv_tiles + tile) * NUM_CONSUMERS + consumer
     rows = pl.ds(first + block * ctx.config.block_q, ctx.config.block_q)
@@ -199,8 +196,8 @@ def _send_part(ctx: BackwardContext, item: Any, block: Any, d_query: jax.Array) 
     shared, shape = ctx.shared, ctx.shape
     plgpu.barrier_wait(shared.part_free.at[0])
     column_block, rows = _share(ctx)
-    store.stage_sums(shared.d_query, d_query, column_block, rows[0], interpret=ctx.interpret)
-    consumer = mosaic.warpgroup_index("warpgroup", interpret=ctx.interpret)
+    store.stage_sums(shared.d_query, d_query, column_block, rows[0])
+    consumer = mosaic.warpgroup_index()
 
     @pl.when(consumer == 0)
     def _() -> None:
@@ -220,18 +217,18 @@ def _block(
 ) -> Any:
     """Issues the products of a block, whose scores are in flight, and the next block's scores."""
     sums, scores = list(carry[:-1]), carry[-1]
-    item = mosaic.opaque(item, interpret=ctx.interpret)
+    item = mosaic.opaque(item)
     step, dtype = first_step + block, ctx.operands.query.dtype
-    shared, interpret = ctx.shared, ctx.interpret
+    shared = ctx.shared
 
     def add(total: jax.Array, p: jax.Array, operand: int) -> jax.Array:
         tiles = _operand(ctx, step, operand)
-        return mma.add_product(total, p, tiles, ctx.staging(), interpret=interpret)
+        return mma.add_product(total, p, tiles, ctx.staging())
 
     # ptxas serialises all products if this wait leaves a product in flight (C7514): it does not
     # know that the scores are the oldest ones.
-    mma.wait(0, interpret=interpret)
-    scores = mma.after_wait(scores, interpret=interpret)
+    mma.wait(0)
+    scores = mma.after_wait(scores)
     if ctx.has_halves:
         _receive_half(ctx, item, block, step, D_OUT)
     d_weights = _issue_scores(ctx, item, step, D_OUT) if ctx.has_d_scores else None
@@ -244,17 +241,17 @@ def _block(
     if d_weights is not None:
         overlaps = ctx.has_value and not ctx.has_d_query
         overlaps &= ctx.config.block_q <= MAX_OVERLAPPED_BLOCK_Q
-        mma.wait(int(overlaps), interpret=interpret)
+        mma.wait(int(overlaps))
         if ctx.has_value and not overlaps:
-            sums[-1] = mma.after_wait(sums[-1], interpret=interpret)
-        d_weights = mma.after_wait(d_weights, interpret=interpret)
+            sums[-1] = mma.after_wait(sums[-1])
+        d_weights = mma.after_wait(d_weights)
         d_scores = (slope * (d_weights - _statistic(ctx, step, DELTA))).astype(dtype)
         if ctx.stores_d_scores:
             # TMA has read the buffer, which held the block before the last one.
             plgpu.wait_smem_to_gmem(D_SCORES_BUFFERS - 1, wait_read_only=True)
         if ctx.has_d_query or ctx.stores_d_scores:
             tile = _d_scores_tile(ctx, step, 0)
-            store.stage_transposed(tile, d_scores, interpret=interpret)
+            store.stage_transposed(tile, d_scores)
         if ctx.has_d_query:
             plgpu.commit_smem()
         if ctx.has_key:
@@ -271,10 +268,8 @@ def _block(
     scores = _issue_scores(ctx, item, next_step, QUERY, half)
     if ctx.stores_d_scores:
         _store_d_scores(ctx, item, block, step)
-    mma.wait(1, interpret=interpret)
-    sums, d_query = (
-        [mma.after_wait(x, interpret=interpret) for x in found] for found in (sums, d_query)
-    )
+    mma.wait(1)
+    sums, d_query = ([mma.after_wait(x) for x in found] for found in (sums, d_query))
     pl.when(~is_last)(lambda: shared.queries.release(ctx.query_slot(step, D_OUT)))
     for part in d_query:
         _send_part(ctx, item, block, part)
@@ -295,7 +290,7 @@ def _tile(ctx: BackwardContext, item: Any, blocks: Any, first_step: Any) -> None
         return _block(ctx, item, blocks, first_step, block, carry)
 
     *sums, _ = lax.fori_loop(0, blocks, add, (*zeros, scores))
-    mma.wait(0, interpret=ctx.interpret)
+    mma.wait(0)
     ctx.shared.queries.release(ctx.query_slot(first_step + blocks - 1, D_OUT))
     turns.synchronise_consumers()  # the other consumer has multiplied by this one's keys
     if ctx.has_key:
@@ -306,16 +301,15 @@ def _tile(ctx: BackwardContext, item: Any, blocks: Any, first_step: Any) -> None
 def _store(ctx: BackwardContext, item: Any, sums: Sequence[jax.Array]) -> None:
     """Stores the sums of `ctx.sums` for 64 keys, staged in place of operands; frees the slot."""
     shape, shared = ctx.shape, ctx.shared
-    consumer = mosaic.warpgroup_index("warpgroup", interpret=ctx.interpret)
-    slot = ctx.shared.keys_values.slot(mosaic.opaque(item, interpret=ctx.interpret))
+    consumer = mosaic.warpgroup_index()
+    slot = ctx.shared.keys_values.slot(mosaic.opaque(item))
     part, head, tile = (shared.items.words[slot, i] for i in (PART, HEAD, TILE))
     first = tile * BLOCK_KV + consumer * WGMMA_M
     if ctx.sums[0].dtype == jnp.float32:
-        staging = shared.f32_staging.at[consumer] if ctx.interpret else None
         rows = jnp.clip(shape.kv_len - first, 0, WGMMA_M)
         place = (part * shape.kv_len + first, head, jnp.int32(0), rows)
         for target, total in zip(ctx.sums, sums, strict=True):
-            stores.store_rows(target, total, *place, staging, interpret=ctx.interpret)
+            stores.store_rows(target, total, *place)
         plgpu.barrier_arrive(shared.keys_values.free.at[slot])
         return
     for operand, total in enumerate(sums):
@@ -324,7 +318,7 @@ def _store(ctx: BackwardContext, item: Any, sums: Sequence[jax.Array]) -> None:
         # One call for all blocks compiles to other code, without spills too; neither was timed.
         for i, columns in enumerate(operand_tiles.column_blocks(rows, shape.column_blocks)):
             view = tiles.at[pl.ds(i, 1)]
-            operand_tiles.stage_rows(view, columns, reads_late=True, interpret=ctx.interpret)
+            operand_tiles.stage_rows(view, columns, reads_late=True)
     plgpu.commit_smem()
 
     @pl.when(first < shape.kv_len)

@@ -120,7 +120,6 @@ class BackwardContext(WarpgroupContext):
 
     @property
     def has_halves(self) -> bool:
-        """Whether queries and d_out of a block have slots of their own in the ring of blocks."""
         return bool(self.config.has_halves(self.shape.gradients))
 
     def query_slot(self, step: Any, operand: Any) -> Any:

@@ -70,7 +70,6 @@ class Context(WarpgroupContext):
 
     @property
     def items(self) -> int:
-        """Items of all CTAs."""
         return self.shape.users * self.shape.splits * self.shape.kv_heads * self.tiles
 
 
@@ -118,15 +117,15 @@ def _receive_block(ctx: Context, rows: Any, block: Any, step: Any) -> None:
     @pl.when(visible.is_partial)
     def _() -> None:
         number = ctx.config.query_tiles
-        consumer = mosaic.warpgroup_index("warpgroup", interpret=ctx.interpret)
+        consumer = mosaic.warpgroup_index()
         tiles = ctx.shared.blocks.matrix(step)
         d_scores = tiles.at[pl.ds(consumer * number, number)]
-        visible.zero_rest(d_scores, interpret=ctx.interpret)
+        visible.zero_rest(d_scores)
 
         @pl.when(consumer == 0)
         def _() -> None:
             queries = tiles.at[pl.ds(ctx.key_tiles, ctx.shape.column_blocks)]
-            visible.zero_rest(queries, interpret=ctx.interpret)
+            visible.zero_rest(queries)
 
         plgpu.commit_smem()
         turns.synchronise_consumers()
@@ -134,7 +133,7 @@ def _receive_block(ctx: Context, rows: Any, block: Any, step: Any) -> None:
 
 def _multiply(ctx: Context, item: Any, first_step: Any, totals: Any) -> Any:
     number = ctx.config.query_tiles
-    consumer = mosaic.warpgroup_index("warpgroup", interpret=ctx.interpret)
+    consumer = mosaic.warpgroup_index()
     blocks, rows = ctx.shared.items.word(item, BLOCKS), ctx.shared.items.word(item, ROWS)
 
     def add(block: Any, step: Any, totals: Any) -> Any:
@@ -143,11 +142,7 @@ def _multiply(ctx: Context, item: Any, first_step: Any, totals: Any) -> Any:
         queries = tiles.at[pl.ds(ctx.key_tiles, ctx.shape.column_blocks)]
         return tuple(
             mma.add_tile_product(
-                total,
-                tiles.at[consumer * number + i],
-                queries,
-                is_transposed=True,
-                interpret=ctx.interpret,
+                total, tiles.at[consumer * number + i], queries, is_transposed=True
             )
             for i, total in enumerate(totals)
         )
@@ -168,7 +163,7 @@ def _store(ctx: Context, item: Any, sums: list[jax.Array]) -> None:
     """Stores the gradients of each tile of 64 keys, zeros past the length; frees the item."""
     shape, shared, (target,) = ctx.shape, ctx.shared, ctx.outputs
     part, head, tile, keys = (ctx.shared.items.word(item, i) for i in (PART, HEAD, TILE, KEYS))
-    consumer = mosaic.warpgroup_index("warpgroup", interpret=ctx.interpret)
+    consumer = mosaic.warpgroup_index()
     is_f32 = target.dtype == jnp.float32
     if not is_f32:
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # of the item before
@@ -177,15 +172,14 @@ def _store(ctx: Context, item: Any, sums: list[jax.Array]) -> None:
         total = jnp.where(number * WGMMA_M < keys, total, jnp.float32(0))
         first = (tile * ctx.key_tiles + number) * WGMMA_M
         if is_f32:
-            staging = shared.f32_staging.at[consumer] if ctx.interpret else None
             rows = jnp.clip(shape.kv_len - first, 0, WGMMA_M)
             place = (part * shape.kv_len + first, head, jnp.int32(0), rows)
-            stores.store_rows(target, total, *place, staging, interpret=ctx.interpret)
+            stores.store_rows(target, total, *place)
             continue
         values, staged = total.astype(target.dtype), shared.result[0].at[number]
         for block, columns in enumerate(operand_tiles.column_blocks(values, shape.column_blocks)):
             view = staged.at[pl.ds(block, 1)]
-            operand_tiles.stage_rows(view, columns, reads_late=True, interpret=ctx.interpret)
+            operand_tiles.stage_rows(view, columns, reads_late=True)
         plgpu.commit_smem()
 
         @pl.when(first < shape.kv_len)
@@ -212,7 +206,6 @@ def d_key_kernel(
     *,
     dtype: Any,
     num_sms: int,
-    interpret: Any = False,
 ) -> jax.Array:
     """d_key [U, keys, K, H] in `dtype`; `operands` have parts of users' rows."""
     context = functools.partial(Context, shape, config)
@@ -226,8 +219,7 @@ def d_key_kernel(
         config.stored_shared(shape.head_dim),
         dtype=key.dtype,
         name="ikbo_attention_backward_stored_d_key",
-        workers=1 if interpret else workers,
-        has_counter=context(None, None, None, False).items > workers,
-        interpret=interpret,
+        workers=1 if mosaic.is_interpreted() else workers,
+        has_counter=context(None, None, None).items > workers,
     )
     return query_rows.add_parts(sums, keys, shape.splits, dtype)

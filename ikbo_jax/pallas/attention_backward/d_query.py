@@ -75,7 +75,6 @@ def d_query_kernel(
     config: AttentionBackwardConfig,
     *,
     num_sms: int,
-    interpret: Any = False,
 ) -> jax.Array:
     """Computes d_query [B * T, N, H] in the caller's order."""
     assert rows.tiles is not None
@@ -107,6 +106,5 @@ def d_query_kernel(
         dtype=dtype,
         name="ikbo_attention_backward_d_query",
         workers=own_shape.workers,
-        interpret=interpret,
     )
     return d_query

@@ -12,7 +12,7 @@ An *item* is a tile of 128 keys of one user and key head. Keys and values stay i
 their gradients in registers, while blocks of the user's queries follow one another. Scores are
 computed transposed, keys by queries, so that weights P.T and gradients of scores dS.T multiply
 d_out and queries from registers. d_query of a block needs dS of all 128 keys, so dS passes through
-shared memory; a tile's part of d_query goes to device memory, where one more launch, or XLA, adds
+shared memory; a tile's part of d_query goes to device memory, where one more launch adds
 the parts of the user's tiles. Either way, each sum is computed in one order, and a repeated launch
 gives the same bits.
 
@@ -64,6 +64,7 @@ from ikbo_jax.pallas.attention_backward.d_query import d_query_kernel
 from ikbo_jax.pallas.attention_backward.producer import produce, write
 from ikbo_jax.pallas.attention_backward.statistics import Inputs
 from ikbo_jax.pallas.attention_backward.stored import stored_kernel
+from ikbo_jax.pallas.hopper import mosaic
 from ikbo_jax.pallas.hopper.launch import Roles, launch
 from ikbo_jax.pallas.worklist.numbering import Sizes
 from ikbo_jax.pallas.worklist.rows import Rows
@@ -100,7 +101,6 @@ def attention_backward_kernel(
     num_sms: int,
     logit_cap: float | None = None,
     dtype: Any = None,
-    interpret: Any = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Pulls cotangents of `out` and `lse` back to query, key and value.
 
@@ -111,7 +111,6 @@ def attention_backward_kernel(
         copied into the order of users. If True is wrong, all gradients of users with candidates are
         NaN.
       dtype: dtype of the gradients of key and value, the inputs' or f32; None means the inputs'.
-      interpret: as for `hopper.launch.launch`.
 
     Returns:
       Gradients of query, key and value, each summed in f32, in the same order in every run, and
@@ -140,7 +139,7 @@ def attention_backward_kernel(
         scale=scale,
         logit_cap=logit_cap,
     )
-    workers = 1 if interpret else min(num_sms, shape.items)
+    workers = 1 if mosaic.is_interpreted() else min(num_sms, shape.items)
     sum_dtype = jnp.dtype(dtype or key.dtype)
     rows, statistics, packed = query_rows.with_statistics(
         cand_to_user,
@@ -149,17 +148,15 @@ def attention_backward_kernel(
         sizes,
         kv_heads=kv_heads,
         count=shape.blocks * config.block_q,
-        interpret=interpret,
     )
     operands = Operands(*packed, statistics, key, value, rows.parts)
     add = functools.partial(_add_parts, rows=rows, sizes=sizes, dtypes=(query.dtype, sum_dtype))
-    run = functools.partial(
-        _launch, add, dtype=sum_dtype, config=config, workers=workers, interpret=interpret
-    )
-    options = {"num_sms": num_sms, "interpret": interpret}
+    run = functools.partial(_launch, add, dtype=sum_dtype, config=config, workers=workers)
     if config.stores_d_scores:
-        of_keys = functools.partial(d_key_kernel, dtype=sum_dtype, **options)
-        multiply = functools.partial(stored_kernel, tiles=rows.tiles, order=rows.order, **options)
+        of_keys = functools.partial(d_key_kernel, dtype=sum_dtype, num_sms=num_sms)
+        multiply = functools.partial(
+            stored_kernel, tiles=rows.tiles, order=rows.order, num_sms=num_sms
+        )
         result, d_key, d_value = _stored(operands, shape, config, run, of_keys, multiply)
         return result.reshape(query.shape), d_key, d_value
     if config.d_query == "launch":
@@ -168,7 +165,7 @@ def attention_backward_kernel(
             of_launch = dataclasses.replace(shape, gradients=names)
             gradients |= zip(names, run(operands, shape=of_launch), strict=True)
         d_key, d_value = gradients["key"], gradients["value"]
-        result = d_query_kernel(operands, rows, shape, config, **options)
+        result = d_query_kernel(operands, rows, shape, config, num_sms=num_sms)
         return result.reshape(query.shape), d_key, d_value
     of_query, of_key, of_value = run(operands, shape=shape)
     return of_query, of_key, of_value
@@ -211,20 +208,20 @@ def _stored(
 def _add_parts(
     found: Sequence[jax.Array],
     shape: Shape,
+    config: AttentionBackwardConfig,
     *,
     rows: Rows,
     sizes: Sizes,
     dtypes: tuple[Any, Any],
-    has_d_query: bool,
-    by_launch: bool,
 ) -> tuple[jax.Array, ...]:
-    """Adds the parts of a launch's results, in `dtypes`: by one more launch, or by XLA."""
+    """Adds the parts of a launch's results, in `dtypes`, by a launch; interpreted, by XLA."""
     number = len(shape.gradients)
     first, gradients = tuple(found[:-number]), tuple(found[-number:])
     size: dict[str, Any] = {"kv_heads": shape.kv_heads, "scale": shape.scale}
+    by_launch = config.has_parts and not mosaic.is_interpreted()
     if by_launch:
         of_queries, of_keys = parts.add_parts(
-            first[0] if has_d_query else None,
+            first[0] if config.has_d_query else None,
             gradients if shape.splits > 1 else (),
             rows,
             sizes,
@@ -233,7 +230,7 @@ def _add_parts(
             **size,
         )
         first, gradients = of_queries or first, of_keys or gradients
-    elif has_d_query:
+    elif config.has_d_query:
         first = (query_rows.unpack_d_query(first[0], rows, sizes, dtype=dtypes[0], **size),)
     splits = 1 if by_launch else shape.splits
     keys = (shape.users, shape.kv_len, shape.kv_heads, shape.head_dim)
@@ -249,7 +246,6 @@ def _launch(
     shape: Shape,
     config: AttentionBackwardConfig,
     workers: int,
-    interpret: Any,
 ) -> tuple[jax.Array, ...]:
     """Launches the kernel; returns the arrays of `Outputs` that are not None, added by `add`."""
     planes = shape.kv_heads * shape.kv_tiles
@@ -272,8 +268,5 @@ def _launch(
         name=_NAMES[shape.gradients],
         workers=workers,
         has_counter=shape.items > workers,
-        interpret=interpret,
     )
-    has_parts = config.has_d_query or shape.splits > 1
-    by_launch = config.adds_by_launch and has_parts and not interpret
-    return add(found, shape, has_d_query=config.has_d_query, by_launch=by_launch)
+    return add(found, shape, config)

@@ -1,4 +1,4 @@
-"""A small kernel that adds parts of gradients, for `AttentionBackwardConfig.adds_by_launch`.
+"""A small kernel that adds parts of gradients (`AttentionBackwardConfig.has_parts`).
 
     d_query[b] = scale * sum of its parts, one of each tile of the user's keys
     d_key[u] = sum of the parts of the user's rows,   d_value[u] likewise
@@ -80,7 +80,7 @@ def _add_queries(ctx: WarpgroupContext) -> None:
     shape, sizes, operands = ctx.shape, ctx.shape.sizes, ctx.operands
 
     def read(ref: Any, at: jax.Array) -> jax.Array:
-        return per_thread.gather(ref, at, "global", interpret=False)
+        return per_thread.gather(ref, at, "global")
 
     number = ctx.worker * WARPGROUP_SIZE + per_thread.number()
     is_wanted = number < shape.query_vectors

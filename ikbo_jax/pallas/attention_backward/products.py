@@ -20,9 +20,7 @@ from ikbo_jax.problems.hopper import NUM_CONSUMERS, WGMMA_K, WGMMA_M
 STEP_BYTES = WGMMA_K * mosaic.SWIZZLE
 
 
-def sum_over_keys(
-    keys: Any, d_scores: Any, column_block: Any, rows: Any, *, interpret: bool
-) -> Any:
+def sum_over_keys(keys: Any, d_scores: Any, column_block: Any, rows: Any) -> Any:
     """Issues sum(keys[c, column_block].T @ d_scores[c, rows].T) over consumers c as one group.
 
     `keys` [2 consumers, column blocks, 64, 64] and `d_scores` [2 consumers, block, 64] are both
@@ -30,7 +28,7 @@ def sum_over_keys(
     rows). Returns [64, number of rows] f32; read it by `mma.wait`, then `mma.after_wait`.
     """
     begin, count = rows
-    if interpret:
+    if mosaic.is_interpreted():
 
         def multiply(acc: Any) -> jax.Array:
             for c in range(NUM_CONSUMERS):
@@ -80,7 +78,7 @@ def over_blocks(
     def one_block(block: Any, totals: Any) -> Any:
         step = first_step + block
         found = add(block, step, totals)
-        mma.wait(ctx.config.query_tiles, interpret=ctx.interpret)
+        mma.wait(ctx.config.query_tiles)
         pl.when(block > 0)(lambda: ctx.shared.blocks.release(step - 1))
         return found
 
@@ -101,9 +99,9 @@ def store_sums(
     shape, number = ctx.shape, ctx.config.query_tiles
 
     def finish(totals: Any) -> None:
-        mma.wait(0, interpret=ctx.interpret)
+        mma.wait(0)
         pl.when(blocks > 0)(lambda: ctx.shared.blocks.release(first_step + blocks - 1))
-        store(mma.after_wait(x, interpret=ctx.interpret) for x in totals)
+        store(mma.after_wait(x) for x in totals)
 
     if not ctx.interpret:
         zeros = tuple(mma.zeros(shape.head_dim, jnp.float32) for _ in range(number))

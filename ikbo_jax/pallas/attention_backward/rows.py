@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 from ikbo_jax.pallas.attention_backward import statistics as statistics_launch
 from ikbo_jax.pallas.attention_backward.statistics import Inputs, Packed
+from ikbo_jax.pallas.hopper import mosaic
 from ikbo_jax.pallas.worklist.numbering import Sizes
 from ikbo_jax.pallas.worklist.rows import Rows, by_xla, described, make_rows
 from ikbo_jax.problems.attention_backward import BLOCK_KV
@@ -36,7 +37,6 @@ def with_statistics(
     *,
     kv_heads: int,
     count: int,
-    interpret: Any = False,
 ) -> tuple[Rows, jax.Array, Packed]:
     """Returns rows, [K, 2, count + 128] f32 of lse in powers of 2 and delta, and packed operands.
 
@@ -48,7 +48,7 @@ def with_statistics(
     delta = sum(d_out * out) - d_lse. Rows without keys get an lse of infinity, hence P = 0. `count`
     is the number of rows of the kernel's `d_query`. Under interpretation, XLA computes all of it.
     """
-    if interpret:
+    if mosaic.is_interpreted():
         found = by_xla(cand_to_user, lengths, sizes)
         packed = Packed(*(pack(x, found.order, kv_heads) for x in (inputs.query, inputs.d_out)))
         return found, statistics_by_xla(inputs, found, sizes, kv_heads, count), packed

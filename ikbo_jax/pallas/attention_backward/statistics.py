@@ -174,7 +174,7 @@ def _rows(ctx: WarpgroupContext) -> _Rows:
     """Computes the rows of this CTA from their users' numbers."""
     shape, sizes, operands = ctx.shape, ctx.shape.sizes, ctx.operands
     of_launch = numbering.Operands(operands.index, operands.lengths)
-    threads = Threads(1, 0, ctx.interpret)
+    threads = Threads(1, 0)
     numbers = numbering.Numbering(
         sizes, ctx.shared, of_launch, ctx.outputs.rows, ctx.worker, shape.workers, threads
     )

@@ -18,9 +18,9 @@ from ikbo_jax.pallas.hopper.stores import digits
 from ikbo_jax.problems.attention_backward import SUM_COLUMNS
 
 
-def stage_transposed(tile: Any, values: jax.Array, *, interpret: bool) -> None:
+def stage_transposed(tile: Any, values: jax.Array) -> None:
     """tile[...] = values.T for values [64, rows] of 16 bits and an operand tile [rows, 64]."""
-    if interpret:
+    if mosaic.is_interpreted():
         tile[...] = values.T
         return
 
@@ -51,9 +51,7 @@ def stage_transposed(tile: Any, values: jax.Array, *, interpret: bool) -> None:
     write(tile, values)
 
 
-def stage_sums(
-    tiles: Any, values: jax.Array, column_block: Any, begin: Any, *, interpret: bool
-) -> None:
+def stage_sums(tiles: Any, values: jax.Array, column_block: Any, begin: Any) -> None:
     """Stages [64, rows] f32, columns of the head width by queries, as TMA reads it.
 
     `tiles` [columns / 32, block, 32] f32 are swizzled, so that a warp's store of 32 values has no
@@ -62,7 +60,7 @@ def stage_sums(
     """
     parts, height, _ = tiles.shape
     count = values.shape[1]
-    if interpret:
+    if mosaic.is_interpreted():
         for i in range(2):
             part = jnp.minimum(2 * column_block + i, parts - 1)
 
@@ -108,10 +106,10 @@ def stage_sums(
     write(tiles, values, column_block, begin)
 
 
-def fill_from(values: Any, begin: Any, fill: float, *, interpret: bool) -> None:
+def fill_from(values: Any, begin: Any, fill: float) -> None:
     """values[begin:] = fill for an array [at most 128] f32 in shared memory."""
     (count,) = values.shape
-    if interpret:
+    if mosaic.is_interpreted():
 
         @pl.loop(begin, count)
         def _(i: Any) -> None:

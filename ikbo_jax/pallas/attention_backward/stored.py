@@ -62,13 +62,11 @@ class Context(WarpgroupContext):
 
     @property
     def items(self) -> Any:
-        """Items of all CTAs."""
         tiles = self.operands.tiles
         return tiles[tiles.shape[0] - 1, FIRST_ROW] * self.shape.kv_heads
 
     @property
     def item_count(self) -> Any:
-        """Items of this CTA."""
         return (self.items - self.worker + self.shape.workers - 1) // self.shape.workers
 
 
@@ -121,9 +119,9 @@ def _receive_block(ctx: Context, keys: Any, block: Any, step: Any) -> None:
 
     @pl.when(visible.is_partial)
     def _() -> None:
-        @pl.when(mosaic.warpgroup_index("warpgroup", interpret=ctx.interpret) == 0)
+        @pl.when(mosaic.warpgroup_index() == 0)
         def _() -> None:
-            visible.zero_rest(_keys(ctx, step), interpret=ctx.interpret)
+            visible.zero_rest(_keys(ctx, step))
 
         plgpu.commit_smem()
         turns.synchronise_consumers()
@@ -131,15 +129,13 @@ def _receive_block(ctx: Context, keys: Any, block: Any, step: Any) -> None:
 
 def _multiply(ctx: Context, keys: Any, first_step: Any, totals: Any) -> Any:
     number = ctx.config.query_tiles
-    consumer = mosaic.warpgroup_index("warpgroup", interpret=ctx.interpret)
+    consumer = mosaic.warpgroup_index()
 
     def add(block: Any, step: Any, totals: Any) -> Any:
         _receive_block(ctx, keys, block, step)
         d_scores = ctx.shared.blocks.matrix(step)
         return tuple(
-            mma.add_tile_product(
-                total, d_scores.at[consumer * number + i], _keys(ctx, step), interpret=ctx.interpret
-            )
+            mma.add_tile_product(total, d_scores.at[consumer * number + i], _keys(ctx, step))
             for i, total in enumerate(totals)
         )
 
@@ -168,17 +164,14 @@ def _tile(ctx: Context, item: Any, first_step: Any) -> Any:
 
 def _store(ctx: Context, place: tuple[Any, Any], rows: Any, totals: list[jax.Array]) -> None:
     """Stages each tile of 64 rows; TMA stores those that are full, if rows stay side by side."""
-    consumer = mosaic.warpgroup_index("warpgroup", interpret=ctx.interpret)
+    consumer = mosaic.warpgroup_index()
     order = ctx.shape.row_order(ctx.operands.order)
     if ctx.outputs[0].dtype == jnp.float32:
-        staging = ctx.shared.f32_staging.at[consumer] if ctx.interpret else None
         for i, total in enumerate(totals):
             first = (consumer * ctx.config.query_tiles + i) * WGMMA_M
             left = jnp.clip(rows - first, 0, WGMMA_M)
             target = (place[0] + first, place[1], jnp.int32(0), left)
-            stores.store_rows(
-                ctx.outputs[0], total, *target, staging, order=order, interpret=ctx.interpret
-            )
+            stores.store_rows(ctx.outputs[0], total, *target, order=order)
         plgpu.commit_smem()
         return
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # of the item before
@@ -188,7 +181,7 @@ def _store(ctx: Context, place: tuple[Any, Any], rows: Any, totals: list[jax.Arr
         values = total.astype(ctx.outputs[0].dtype)
         for block, part in enumerate(operand_tiles.column_blocks(values, ctx.shape.column_blocks)):
             view = staged[0].at[pl.ds(block, 1)]
-            operand_tiles.stage_rows(view, part, reads_late=True, interpret=ctx.interpret)
+            operand_tiles.stage_rows(view, part, reads_late=True)
         plgpu.commit_smem()
         left = jnp.clip(rows - number * WGMMA_M, 0, WGMMA_M)
         stores.store_staged(
@@ -220,7 +213,6 @@ def stored_kernel(
     *,
     num_sms: int,
     dtype: Any,
-    interpret: Any = False,
 ) -> jax.Array:
     """Computes d_query [B * T, N, H], in the caller's order, of the keys that `shape` describes."""
     workers = min(num_sms, (tiles.shape[0] - 1) * shape.kv_heads)
@@ -233,6 +225,5 @@ def stored_kernel(
         dtype=operands.query.dtype,
         name="ikbo_attention_backward_stored",
         workers=workers,
-        interpret=interpret,
     )
     return d_query

@@ -29,7 +29,6 @@ def _issue_scores(ctx: Context, work: Work, step: Any) -> jax.Array:
         query.tiles[0].at[query.slot(work.index), tile],
         ctx.shared.key.matrix(step),
         ctx.shape.head_dim,
-        interpret=ctx.interpret,
     )
 
 
@@ -37,10 +36,10 @@ def _weigh(
     ctx: Context, work: Work, scores: jax.Array, block: Any, maximum: jax.Array, sums: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """Weighs a block's scores; returns (weights f32, maximum, sums, factor of earlier weights)."""
-    scores = mma.after_wait(scores, interpret=ctx.interpret)
+    scores = mma.after_wait(scores)
     ctx.shared.key.release(work.first_step + block)
     log2_scale = ctx.shape.log2_scale
-    scores = capped(ctx.shape.cap, scores, interpret=ctx.interpret)
+    scores = capped(ctx.shape.cap, scores)
     fill = softmax.masked_score(log2_scale)
     if ctx.has_ranges:
         scores = ranges.keep_visible(ctx, work.item, work.part, block, scores, fill)
@@ -61,7 +60,7 @@ def _zero_values_past_length(ctx: Context, work: Work, block: Any) -> None:
     def _() -> None:
         @pl.when(~is_shared | (ctx.consumer == 0))
         def _() -> None:
-            visible.zero_rest(tiles, interpret=ctx.interpret)
+            visible.zero_rest(tiles)
             plgpu.commit_smem()
 
         @pl.when(is_shared)
@@ -79,9 +78,7 @@ def _issue_values(
     values = ctx.shared.value.matrix(step)
     if ctx.shares_columns:
         values = values.at[pl.ds(ctx.first_column_block, ctx.columns // BLOCK_K)]
-    return mma.add_product(
-        acc, weights, values, ctx.staging(), is_defined=is_defined, interpret=ctx.interpret
-    )
+    return mma.add_product(acc, weights, values, ctx.staging(), is_defined=is_defined)
 
 
 def _turn(ctx: Context, work: Work, number: Any, act: Callable[[Context], None]) -> None:
@@ -92,7 +89,7 @@ def _turn(ctx: Context, work: Work, number: Any, act: Callable[[Context], None])
 
 def _compute(ctx: Context, work: Work) -> tuple[jax.Array, ...]:
     """Attends to this consumer's blocks, at least one; returns (maximum, sums, accumulator)."""
-    part, first_step, interpret = work.part, work.first_step, ctx.interpret
+    part, first_step = work.part, work.first_step
     has_own, value_step = ctx.shape.own is not None, functools.partial(ctx.value_step, work.index)
     dtype = ctx.operands.query.dtype
     is_alternating = part.stride == 2
@@ -102,7 +99,7 @@ def _compute(ctx: Context, work: Work) -> tuple[jax.Array, ...]:
     if has_own:
         products = own.issue_scores(ctx, work)
     _turn(ctx, work, 0, turns.hand_over)
-    mma.wait(0, interpret=interpret)
+    mma.wait(0)
     if has_own:
         maximum, sums, acc = own.start(ctx, work, products)
     else:
@@ -122,10 +119,10 @@ def _compute(ctx: Context, work: Work) -> tuple[jax.Array, ...]:
         scores = _issue_scores(ctx, work, step + part.stride)
         acc = _issue_values(ctx, work, block, acc, weights, None if has_own else i > 0)
         _turn(ctx, work, i + 1, turns.hand_over)
-        mma.wait(1, interpret=interpret)
+        mma.wait(1)
         p, maximum, sums, shrink = _weigh(ctx, work, scores, block + part.stride, maximum, sums)
-        mma.wait(0, interpret=interpret)
-        acc = mma.after_wait(acc, interpret=interpret)
+        mma.wait(0)
+        acc = mma.after_wait(acc)
         ctx.shared.value.release(value_step(step))
         further = value_step(step + 1)
         pl.when(is_alternating)(functools.partial(ctx.shared.value.skip, further))
@@ -139,8 +136,8 @@ def _compute(ctx: Context, work: Work) -> tuple[jax.Array, ...]:
     weights, maximum, sums, acc = lax.fori_loop(0, part.count - 1, one_block, state)
     last = part.begin + (part.count - 1) * part.stride
     acc = _issue_values(ctx, work, last, acc, weights, None if has_own else part.count > 1)
-    mma.wait(0, interpret=interpret)
-    acc = mma.after_wait(acc, interpret=interpret)
+    mma.wait(0)
+    acc = mma.after_wait(acc)
     ctx.shared.value.release(value_step(first_step + last))
 
     @pl.when(is_alternating & (last + 1 < work.item.blocks))

@@ -8,6 +8,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from ikbo_jax.pallas.activations.cap import Cap
+from ikbo_jax.pallas.flash.context import AttentionShape
 from ikbo_jax.pallas.hopper.launch import WarpgroupContext
 from ikbo_jax.pallas.hopper.visible import Visible
 from ikbo_jax.problems.few_queries import MAX_COLUMNS, UserTable
@@ -40,7 +41,7 @@ def firsts_before(position: Any, firsts: int, extra: int) -> Any:
 
 
 @dataclasses.dataclass(frozen=True)
-class Shape:
+class Shape(AttentionShape):
     """Static description of a launch. A *row* is a candidate's query of all heads.
 
     Attributes:
@@ -55,13 +56,6 @@ class Shape:
       own: the stages of values that have an item's own tokens; None: there are no own tokens.
     """
 
-    batch: int
-    q_len: int
-    q_heads: int
-    kv_heads: int
-    kv_len: int
-    users: int
-    head_dim: int
     group: int
     head_rows: int
     item_rows: int
@@ -77,10 +71,6 @@ class Shape:
     cap: Cap | None = None
     page: int = 0
     own: OwnStages | None = None
-
-    @property
-    def rows(self) -> int:
-        return self.batch * self.q_len
 
     @property
     def groups(self) -> int:

@@ -46,7 +46,6 @@ No code is shared.
 import dataclasses
 import functools
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -104,7 +103,6 @@ def few_queries_kernel(
     logit_cap: float | None = None,
     targets: jax.Array | None = None,
     lists: bool = False,
-    interpret: Any = False,
 ) -> tuple[jax.Array, jax.Array | None]:
     """Computes `ops.attention`; arguments and results are as for `flash.attention_kernel`.
 
@@ -134,7 +132,7 @@ def few_queries_kernel(
         own_tokens.in_order(self_value, targets),
         None if page_table is None else page_table.reshape(-1),
     )
-    out, lse = _launch(operands, shape, config, return_residuals, interpret)
+    out, lse = _launch(operands, shape, config, return_residuals)
     return out.reshape(query.shape), None if lse is None else lse.reshape(query.shape[:-1])
 
 
@@ -197,11 +195,7 @@ def _shape(
 
 
 def _launch(
-    operands: Operands,
-    shape: Shape,
-    config: FewQueriesConfig,
-    return_residuals: bool,
-    interpret: Any,
+    operands: Operands, shape: Shape, config: FewQueriesConfig, return_residuals: bool
 ) -> tuple[jax.Array, jax.Array | None]:
     """Launches the kernel; returns out [rows, N, H], and lse [rows, N] or None."""
     dtype, rows_and_heads = operands.query.dtype, (shape.rows, shape.q_heads)
@@ -236,7 +230,6 @@ def _launch(
         dtype=dtype,
         name="ikbo_few_queries_attention",
         workers=shape.workers,
-        interpret=interpret,
     )
     if shape.splits == 1:
         return results[0], results[1] if return_residuals else None

@@ -22,8 +22,7 @@ def issue_scores(ctx: Context, work: Work) -> jax.Array:
         step = step + tile * own.stages
     ring.await_ready(step)
     queries = query.tiles[0].at[query.slot(work.index), tile if ctx.tiles > 1 else 0]
-    options = {"columns": own.columns, "interpret": ctx.interpret}
-    return mma.product(queries, ring.matrix(step), ctx.shape.head_dim, **options)
+    return mma.product(queries, ring.matrix(step), ctx.shape.head_dim, columns=own.columns)
 
 
 def start(ctx: Context, work: Work, products: jax.Array) -> softmax.Running:
@@ -31,18 +30,18 @@ def start(ctx: Context, work: Work, products: jax.Array) -> softmax.Running:
 
     Of consumers that share the keys, consumer 1 does. Of split keys, the first split does.
     """
-    shape, own, ring, interpret = ctx.shape, ctx.shape.own, ctx.shared.value, ctx.interpret
+    shape, own, ring = ctx.shape, ctx.shape.own, ctx.shared.value
     part, step, before = work.part, _first_step(ctx, work), 0
     if own.groups > 1:
         step, before = step + part.tile * own.stages, part.offset
     begin = lax.rem(work.item.target + before, jnp.int32(shape.q_len)) + part.offset - before
     places = own_tokens.Places(begin, shape.q_len, shape.head_rows)
-    products = mma.after_wait(products, interpret=interpret)
-    score = own_tokens.scores(products, places, interpret=interpret)
+    products = mma.after_wait(products)
+    score = own_tokens.scores(products, places)
     blocks: Any = slice(None)
     if ctx.shares_columns:
         blocks = pl.ds(ctx.first_column_block, ctx.columns // BLOCK_K)
-    value = own_tokens.values(ring, step, own, places, ctx.columns, blocks, interpret=interpret)
+    value = own_tokens.values(ring, step, own, places, ctx.columns, blocks)
     if own.groups > 1:
         pl.when(part.tile == 0)(lambda: _skip(ctx, step + own.stages, own.stages))
     begins = _begins(ctx, work)
@@ -59,7 +58,7 @@ def start_alone(ctx: Context, work: Work) -> softmax.Running:
 
     def begun() -> softmax.Running:
         products = issue_scores(ctx, work)
-        mma.wait(0, interpret=ctx.interpret)
+        mma.wait(0)
         return start(ctx, work, products)
 
     def skipped() -> softmax.Running:

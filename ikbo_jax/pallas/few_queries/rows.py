@@ -21,6 +21,7 @@ from jaxlib.mlir.dialects import arith
 
 from ikbo_jax.pallas.few_queries import user_table
 from ikbo_jax.pallas.few_queries.context import Context, Place
+from ikbo_jax.pallas.hopper import mosaic
 from ikbo_jax.pallas.hopper.warps import LANES, ballot, from_lane, lane, lowest_bit, total
 from ikbo_jax.pallas.worklist.search import (
     INTEGER,
@@ -38,14 +39,14 @@ HALF, EACH = 16, 8
 MOST_COUNTED = 512
 
 
-def candidates(cand_to_user: Any, user: Any, users: int, *, interpret: bool) -> tuple[Any, Any]:
+def candidates(cand_to_user: Any, user: Any, users: int) -> tuple[Any, Any]:
     """Searches `cand_to_user`, [B] int32 in device memory, for (first candidate, end) of a user.
 
     A warp loads few candidates at once, and counts smaller users. Otherwise half a warp searches
     for each bound, 128 candidates at once.
     """
     batch = cand_to_user.shape[0]
-    if interpret:
+    if mosaic.is_interpreted():
 
         def user_of(candidate: Any) -> Any:
             return jnp.clip(cand_to_user[candidate], 0, users - 1)
@@ -136,7 +137,6 @@ class Extent(NamedTuple):
 
 
 def _user_at(ctx: Context, candidate: Any) -> Any:
-    """Loads the clamped user of a candidate."""
     shape, index = ctx.shape, ctx.operands.cand_to_user
     if index is None:
         return jnp.int32(0)
@@ -147,7 +147,7 @@ def _candidates(ctx: Context, user: Any) -> tuple[Any, Any]:
     shape, index = ctx.shape, ctx.operands.cand_to_user
     if index is None:
         return jnp.int32(0), jnp.int32(shape.batch)
-    return candidates(index, user, shape.users, interpret=ctx.interpret)
+    return candidates(index, user, shape.users)
 
 
 def _owner(ctx: Context, candidate: Any) -> Any:
@@ -193,7 +193,6 @@ def extent_of(ctx: Context, slot: Any) -> Extent:
 
 
 def _tabled_extent(ctx: Context, slot: Any) -> Extent:
-    """Finds the extent by the table."""
     shape = ctx.shape
     user = user_table.user_of_slot(ctx, slot)
     length = jnp.int32(shape.kv_len)
@@ -215,7 +214,6 @@ def _of_user(
 
 
 def _searched_extent(ctx: Context, slot: Any) -> Extent:
-    """Finds the extent by a search of the index."""
     is_extra = slot >= ctx.shape.users
     candidate, user = user_of_slot(ctx, slot)
     length = length_of(ctx, user)
@@ -250,6 +248,5 @@ def _searched_run(ctx: Context, first: Any, end: Any) -> tuple[Any, Any]:
         lax.div(end - 1, shape.q_len) + 1,
         shape.item_rows // shape.q_len + 2,
         shape.users,
-        interpret=ctx.interpret,
     )
     return _user_at(ctx, candidate), jnp.minimum(stop * shape.q_len, end)

@@ -91,21 +91,18 @@ def _store_rows(
     order = None
     if ctx.operands.targets is not None:
         order = RowOrder(ctx.operands.targets, ctx.shape.q_len, rows=ctx.shape.rows)
-    store_values = _store_from_staging if ctx.interpret else _store_from_registers
+    store_values = _store_interpreted if ctx.interpret else _store_from_registers
     store_values(ctx, output, values, part, head, column, begin, order=order)
 
 
-def _store_from_staging(
+def _store_interpreted(
     ctx: Context, output: Any, values: jax.Array, part: Part, *place: Any, order: RowOrder | None
 ) -> None:
     """Stores rows as `_store_rows` says, under interpretation."""
     shape, shared, (head, column, begin) = ctx.shape, ctx.shared, place
     has_columns = len(output.shape) == 3
-    staging = shared.float_staging if output.dtype == jnp.float32 else shared.staging
-    staging = (staging if has_columns else shared.row_staging).at[ctx.consumer]
     columns = (slice(begin, values.shape[1]),) if has_columns else ()
     targets = (pl.ds(column + begin, values.shape[1] - begin),) if has_columns else ()
-    staging[:, *((slice(values.shape[1]),) if has_columns else ())] = values
 
     @pl.loop(0, part.rows)
     def _(r: Any) -> None:
@@ -118,7 +115,8 @@ def _store_from_staging(
         if order is not None:
             row, _ = order.read(row, head)
         for j in range(shape.group):
-            output[row, head + j, *targets] = staging[j * shape.head_rows + r, *columns]
+            of_row = lax.dynamic_index_in_dim(values, j * shape.head_rows + r, keepdims=False)
+            output[row, head + j, *targets] = of_row[*columns] if has_columns else of_row
 
 
 def _store_from_registers(
@@ -189,9 +187,11 @@ def give(ctx: Any, acc: jax.Array, maximum: jax.Array, sums: jax.Array) -> None:
     """Writes acc [64, H] f32, and maximum and sums [64] f32, to the exchange memory."""
     shared = ctx.shared
     if ctx.interpret:
-        shared.exchange_staging[...] = acc
-        shared.row_staging[2] = maximum
-        shared.row_staging[3] = sums
+        count, *vectors = shared.exchange.shape
+        words = lax.bitcast_convert_type(acc, jnp.int32)
+        shared.exchange[: count - 1] = words.reshape(-1, *vectors)
+        words = lax.bitcast_convert_type(jnp.concatenate([maximum, sums]), jnp.int32)
+        shared.exchange[count - 1] = jnp.broadcast_to(words[:, None], vectors)
         return
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.Layout.WGMMA, ROW_LAYOUT, ROW_LAYOUT))
@@ -217,9 +217,10 @@ def give(ctx: Any, acc: jax.Array, maximum: jax.Array, sums: jax.Array) -> None:
 def take_statistics(ctx: Any) -> tuple[jax.Array, jax.Array]:
     """Reads maximum [64] and sums [64], f32, that the other consumer wrote."""
     shared = ctx.shared
-    if ctx.interpret:
-        return shared.row_staging[2], shared.row_staging[3]
     last_vector = shared.exchange.shape[0] - 1
+    if ctx.interpret:
+        words = lax.bitcast_convert_type(shared.exchange[last_vector][:, 0], jnp.float32)
+        return words[:WGMMA_M], words[WGMMA_M:]
     row = plgpu.ShapeDtypeStruct((WGMMA_M,), jnp.float32, layout=ROW_LAYOUT)
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=(row, row))
@@ -236,8 +237,9 @@ def take_sum(ctx: Any, acc: jax.Array, factor: jax.Array, factor2: jax.Array) ->
     Loads vector by vector: a thread has no registers to hold both at H = 192.
     """
     if ctx.interpret:
-        own = acc * factor[:, None]
-        return own + ctx.shared.exchange_staging[...] * factor2[:, None]
+        words = ctx.shared.exchange[: ctx.shared.exchange.shape[0] - 1]
+        words = lax.bitcast_convert_type(words, jnp.float32)
+        return acc * factor[:, None] + words.reshape(acc.shape) * factor2[:, None]
 
     @plgpu.inline_mgpu(
         arg_types=(plgpu.RefType(), plgpu.Layout.WGMMA, ROW_LAYOUT, ROW_LAYOUT),

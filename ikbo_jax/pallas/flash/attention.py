@@ -87,7 +87,6 @@ def attention_kernel(
     self_key: jax.Array | None = None,
     self_value: jax.Array | None = None,
     page_table: jax.Array | None = None,
-    interpret: Any = False,
 ) -> tuple[jax.Array, jax.Array | None]:
     """Computes `ops.attention` for bf16 and f16; returns out and, with `return_residuals`, lse.
 
@@ -98,7 +97,6 @@ def attention_kernel(
         targets[i]'s results. `order` must be None then.
       self_key: None, or [B, 1, K, H], a further key of each candidate; `self_value` likewise.
       page_table: as for `ops.attention`; `block_kv` divides the pages.
-      interpret: as for `hopper.launch.launch`.
     """
     batch, q_len, q_heads, head_dim = query.shape
     users, kv_len, kv_heads, _ = key.shape
@@ -110,7 +108,7 @@ def attention_kernel(
         raise ValueError(f"an order needs T to be a multiple of {WGMMA_M}, but T={q_len}")
     if scale == 0:  # every score is 0, as with queries of zeros
         query, scale = jnp.zeros_like(query), 1.0
-    finish = functools.partial(_finish, query, config, return_residuals, interpret)
+    finish = functools.partial(_finish, query, config, return_residuals)
     of_work = targets if order is None else order
     of_results = {
         "targets": targets,
@@ -121,7 +119,7 @@ def attention_kernel(
     if config.one_user and users > 1 and q_len:
         index = _users_in_order(cand_to_user, order)
         sizes = batch, q_len, users, kv_len
-        tiles = _tiles_by_user(sizes, index, key_value_seq_lengths, interpret)
+        tiles = _tiles_by_user(sizes, index, key_value_seq_lengths)
         q, k, v = (x.reshape(-1, *x.shape[2:]) for x in (query, key, value))
         if page:
             k, v = key, value
@@ -166,10 +164,7 @@ def attention_kernel(
 
 
 def _tiles_by_user(
-    sizes: tuple[int, int, int, int],
-    sequences: jax.Array,
-    lengths: jax.Array | None,
-    interpret: Any,
+    sizes: tuple[int, int, int, int], sequences: jax.Array, lengths: jax.Array | None
 ) -> lists.TileList:
     """Lists tiles that are cut where users end; `sequences` are the users in work order.
 
@@ -189,19 +184,18 @@ def _tiles_by_user(
     offsets = Offsets(
         jnp.asarray(starts), jnp.asarray(ends), sequences, batch * q_len, users * kv_len
     )
-    return query_tiles(offsets, size=TILE_ROWS, interpret=interpret)
+    return query_tiles(offsets, size=TILE_ROWS)
 
 
 def _finish(
     query: jax.Array,
     config: AttentionConfig,
     return_residuals: bool,
-    interpret: Any,
     operands: Operands,
     shape: Shape,
 ) -> tuple[jax.Array, jax.Array | None]:
     """Launches the kernel; returns the results in the query's shape."""
-    out, lse = _launch(operands, shape, config, "ikbo_attention", return_residuals, interpret)
+    out, lse = _launch(operands, shape, config, "ikbo_attention", return_residuals)
     return out.reshape(query.shape), None if lse is None else lse.reshape(query.shape[:-1])
 
 
@@ -218,7 +212,6 @@ def jagged_attention_kernel(
     config: AttentionConfig,
     num_sms: int,
     logit_cap: float | None = None,
-    interpret: Any = False,
 ) -> tuple[jax.Array, jax.Array | None]:
     """Attends from every tile of queries to the keys and values of its sequence, by a softmax.
 
@@ -234,7 +227,7 @@ def jagged_attention_kernel(
     # Each row may belong to a different sequence, so q_len is 1.
     scales = scale, num_sms, output_scale, logit_cap
     shape = _shape_of_list(operands, out_rows, 1, *scales)
-    return _launch(operands, shape, config, "ikbo_gdpa_softmax", return_residuals, interpret)
+    return _launch(operands, shape, config, "ikbo_gdpa_softmax", return_residuals)
 
 
 def _shape_of_list(
@@ -273,12 +266,7 @@ def _shape_of_list(
 
 
 def _launch(
-    operands: Operands,
-    shape: Shape,
-    config: AttentionConfig,
-    name: str,
-    return_residuals: bool,
-    interpret: Any,
+    operands: Operands, shape: Shape, config: AttentionConfig, name: str, return_residuals: bool
 ) -> tuple[jax.Array, jax.Array | None]:
     """Launches the kernel; returns out [rows, N, H], and lse [rows, N] or None."""
     if operands.self_key is not None:
@@ -296,6 +284,5 @@ def _launch(
         dtype=operands.query.dtype,
         name=name,
         workers=shape.workers,
-        interpret=interpret,
     )
     return out, lse[0] if lse else None

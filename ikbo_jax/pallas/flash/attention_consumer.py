@@ -65,7 +65,6 @@ def _issue_values(
         ctx.shared.value.matrix(step),
         ctx.staging(),
         is_defined=is_defined,
-        interpret=ctx.interpret,
     )
 
 
@@ -77,9 +76,9 @@ def _scores(
     ctx: AttentionContext, scores: jax.Array, item: Item, block: Any, step: Any
 ) -> jax.Array:
     """Caps and masks computed scores, past the user's length; frees the block of keys."""
-    scores = mma.after_wait(scores, interpret=ctx.interpret)
+    scores = mma.after_wait(scores)
     ctx.unless(item.is_kept, plgpu.barrier_arrive, ctx.shared.key.free_at(step))
-    scores = capped(ctx.shape.cap, scores, interpret=ctx.interpret)
+    scores = capped(ctx.shape.cap, scores)
     visible = Visible.in_block(item.length, block, ctx.config.block_kv)
     return visible.keep(scores, softmax.masked_score(ctx.shape.log2_scale))
 
@@ -131,13 +130,13 @@ def _step(
     if meanwhile is None:
         turns.await_scores(ctx)
     else:
-        mma.wait(1, interpret=ctx.interpret)
+        mma.wait(1)
     ctx.free_read_queries(index, block + 2 == item.blocks)
     scores = _scores(ctx, scores, item, block + 1, step + 1)
     p = softmax.exponentials(scores, state.maximum, ctx.shape.log2_scale)
     sums = state.sums + softmax.partial_sums(p)
     pl.when(block == 0)(functools.partial(ctx.free_stored_slot, index - 1))
-    mma.wait(0, interpret=ctx.interpret)
+    mma.wait(0)
     _free_values(ctx, item, value_step)
     return _State(p.astype(state.weights.dtype), state.maximum, sums, acc, state.own)
 
@@ -162,7 +161,7 @@ def _last_step(
         ctx.free_read_queries(index + 1, next_item.blocks == 1)
         scores = _scores(ctx, scores, next_item, jnp.int32(0), next_step)
         p, maximum, sums, own = _begin(ctx, next_item, scores, products)
-        mma.wait(0, interpret=ctx.interpret)
+        mma.wait(0)
         return acc, p.astype(state.weights.dtype), maximum, sums, own
 
     def alone() -> tuple[Any, ...]:
@@ -170,11 +169,11 @@ def _last_step(
         acc = _issue_values(ctx, item, state, is_defined, step)
         # Consumer 1 gave the first turn, so only consumer 0 gives the last one.
         pl.when(ctx.consumer == 0)(functools.partial(turns.hand_over, ctx))
-        mma.wait(0, interpret=ctx.interpret)
+        mma.wait(0)
         return acc, state.weights, state.maximum, state.sums, state.own
 
     acc, weights, maximum, sums, own = lax.cond(next_item.blocks > 0, with_next, alone)
-    acc = mma.after_wait(acc, interpret=ctx.interpret)
+    acc = mma.after_wait(acc)
     _free_values(ctx, item, step)
     return _State(weights, maximum, sums, acc, own)
 
@@ -214,7 +213,7 @@ def _attend(ctx: AttentionContext) -> tuple[Any, Any]:
     scores = _issue_scores(ctx, item, zero, zero)
     products = attention_own.issue_scores(ctx, zero, zero) if ctx.shape.own else None
     turns.hand_over(ctx)
-    mma.wait(0, interpret=ctx.interpret)
+    mma.wait(0)
     ctx.free_read_queries(zero, item.blocks == 1)
     scores = _scores(ctx, scores, item, zero, zero)
     p, maximum, sums, own = _begin(ctx, item, scores, products)
@@ -259,7 +258,7 @@ def _zero_hidden_values(ctx: AttentionContext, step: Any, visible: Visible) -> N
     def _() -> None:
         @pl.when(ctx.consumer == 0)
         def _() -> None:
-            visible.zero_rest(tiles, interpret=ctx.interpret)
+            visible.zero_rest(tiles)
             plgpu.commit_smem()
 
         _synchronise_consumers()
@@ -274,7 +273,7 @@ def _recompute(ctx: AttentionContext, index: Any, first_step: Any) -> None:
     ) -> softmax.Running:
         step = first_step + block
         scores = _issue_scores(ctx, item, index, step)
-        mma.wait(0, interpret=ctx.interpret)
+        mma.wait(0)
         scores = _scores(ctx, scores, item, block, step)
         state, p = softmax.running_step(state, scores, shape.log2_scale)
         step = ctx.value_step(index, step)
@@ -288,10 +287,9 @@ def _recompute(ctx: AttentionContext, index: Any, first_step: Any) -> None:
             shared.value.matrix(step),
             ctx.staging(),
             is_defined=is_defined,
-            interpret=ctx.interpret,
         )
-        mma.wait(0, interpret=ctx.interpret)
-        acc = mma.after_wait(acc, interpret=ctx.interpret)
+        mma.wait(0)
+        acc = mma.after_wait(acc)
         shared.value.release(step)
         return state._replace(acc=acc)
 
@@ -328,7 +326,7 @@ def consume(ctx: AttentionContext) -> None:
     pl.when(ctx.consumer == 1)(functools.partial(turns.hand_over, ctx))
     end, steps = _attend(ctx)
     # A static barrier address would occupy a register through all of the code above.
-    zero = mosaic.opaque(jnp.int32(0), interpret=ctx.interpret)
+    zero = mosaic.opaque(jnp.int32(0))
     plgpu.barrier_arrive(shared.flags_ready.at[zero])
     _synchronise_consumers()
 
@@ -358,40 +356,20 @@ def _normalise_and_store(
     unit: float = softmax.LN_2,
 ) -> None:
     """Divides `acc` by `row_sum`, relative to exp(`maximum` * `unit`), and stores a pass's rows."""
-    shared = ctx.shared
+    place = (item.first_row, item.head, item.begin, item.end)
     has_keys = True if ctx.shape.own else item.length > 0
     inverse = softmax.inverse_sums(row_sum, ctx.shape.output_scale)
     out = (acc * lax.broadcast_in_dim(inverse, acc.shape, (0,))).astype(ctx.outputs.out.dtype)
     # Without keys the weights are NaN, and so may be the values that were read.
     out = jnp.where(has_keys, out, jnp.zeros((), out.dtype))
     if ctx.config.q_slots == 1:
-        stores.store_rows(
-            ctx.outputs.out,
-            out,
-            item.first_row,
-            item.head,
-            item.begin,
-            item.end,
-            ctx.staging(),
-            order=ctx.row_order,
-            interpret=ctx.interpret,
-        )
+        stores.store_rows(ctx.outputs.out, out, *place, order=ctx.row_order)
     else:
         _store_staged(ctx, item, index, out)
     if ctx.outputs.lse is not None:
         lse = jnp.log(row_sum) + maximum * jnp.float32(unit)
         lse = jnp.where(has_keys & (row_sum != 0), lse, -jnp.inf)
-        stores.store_rows(
-            ctx.outputs.lse,
-            lse,
-            item.first_row,
-            item.head,
-            item.begin,
-            item.end,
-            shared.row_value_staging.at[ctx.consumer] if ctx.interpret else None,
-            order=ctx.row_order,
-            interpret=ctx.interpret,
-        )
+        stores.store_rows(ctx.outputs.lse, lse, *place, order=ctx.row_order)
 
 
 def _store_staged(ctx: AttentionContext, item: Item, index: Any, out: jax.Array) -> None:
@@ -432,7 +410,6 @@ def _flag_if_inexact(
         # Without any key, no second result is needed.
         item.end if ctx.shape.own else jnp.where(item.length > 0, item.end, item.begin),
         ctx.shape.sum_limit,
-        ctx.interpret,
     )
     return row_sum
 

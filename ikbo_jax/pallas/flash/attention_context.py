@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from ikbo_jax.pallas.activations.cap import Cap
-from ikbo_jax.pallas.flash.context import FlashContext
+from ikbo_jax.pallas.flash.context import AttentionShape, FlashContext
 from ikbo_jax.pallas.hopper.row_order import RowOrder
 from ikbo_jax.problems.attention import FLAG_WORDS
 from ikbo_jax.problems.hopper import TILE_ROWS, WGMMA_M, OwnStages
@@ -21,16 +21,9 @@ EARLY_SCORES_MAX_WIDTH = 128
 
 
 @dataclasses.dataclass(frozen=True)
-class Shape:
+class Shape(AttentionShape):
     """Static description of a launch."""
 
-    batch: int
-    q_len: int
-    q_heads: int
-    kv_heads: int
-    kv_len: int
-    users: int
-    head_dim: int
     log2_scale: float
     sum_limit: float
     workers: int
@@ -39,10 +32,6 @@ class Shape:
     cap: Cap | None = None  # of the scores, before `log2_scale`
     page: int = 0  # positions of a page, a multiple of a block's keys; 0: there are none
     own: OwnStages | None = None  # None: there are no own tokens
-
-    @property
-    def rows(self) -> int:
-        return self.batch * self.q_len
 
     @property
     def row_tiles(self) -> int:

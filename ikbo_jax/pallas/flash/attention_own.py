@@ -19,13 +19,13 @@ def issue_scores(ctx: AttentionContext, index: Any, first_step: Any) -> jax.Arra
     ring.await_ready(step)
     rows, keys = query.tiles[0].at[query.slot(index), ctx.consumer], ring.matrix(step)
     columns, head_dim = own.columns, ctx.shape.head_dim
-    return mma.product(rows, keys, head_dim, columns=columns, interpret=ctx.interpret)
+    return mma.product(rows, keys, head_dim, columns=columns)
 
 
 def scores(ctx: AttentionContext, item: Item, products: jax.Array) -> jax.Array:
     """Returns the rows' scores of own keys [64], not scaled, after the wait for the products."""
-    products = mma.after_wait(products, interpret=ctx.interpret)
-    return own_tokens.scores(products, _places(ctx, item), interpret=ctx.interpret)
+    products = mma.after_wait(products)
+    return own_tokens.scores(products, _places(ctx, item))
 
 
 def values(ctx: AttentionContext, item: Item, index: Any, first_step: Any) -> jax.Array:
@@ -33,13 +33,13 @@ def values(ctx: AttentionContext, item: Item, index: Any, first_step: Any) -> ja
     own: Any = ctx.shape.own
     step, places = ctx.value_step(index, first_step) - own.number, _places(ctx, item)
     ring, width = ctx.shared.value, ctx.shape.head_dim
-    return own_tokens.values(ring, step, own, places, width, interpret=ctx.interpret)
+    return own_tokens.values(ring, step, own, places, width)
 
 
 def start(ctx: AttentionContext, item: Item, index: Any, first_step: Any) -> softmax.Running:
     """Returns the state before the first block of the exact softmax."""
     products = issue_scores(ctx, index, first_step)
-    mma.wait(0, interpret=ctx.interpret)
+    mma.wait(0)
     score = scores(ctx, item, products)
     sums = mma.zeros(softmax.PARTIAL, jnp.float32) + 1 / softmax.PARTIAL
     return softmax.Running(score, sums, values(ctx, item, index, first_step))

@@ -108,9 +108,7 @@ def _run_from(ctx: AttentionContext, position: Any, stop: Any) -> tuple[Any, Any
     if shape.q_len < WGMMA_M:
         last = jnp.minimum(position + most, stop)
         index = operands.cand_to_user
-        return user, search.end_of_run(
-            index, position, last, most, shape.users, interpret=ctx.interpret
-        )
+        return user, search.end_of_run(index, position, last, most, shape.users)
     end, is_same = position + 1, True
     for ahead in range(1, (TILE_ROWS - 2) // ctx.shape.q_len + 2):
         is_next = (position + ahead < stop) & (_user_at(ctx, position + ahead) == user)
@@ -213,10 +211,10 @@ def _save(ctx: AttentionContext, current: _Pass) -> Any:
 
     Every lane writes and reads all words, so all lanes must have read the last pass.
     """
-    mosaic.synchronise_warp(interpret=ctx.interpret)
+    mosaic.synchronise_warp()
     for i, word in enumerate(word for word in current[1:] if word is not None):
         ctx.shared.items.words[ctx.config.q_slots, i] = word
-    mosaic.synchronise_warp(interpret=ctx.interpret)
+    mosaic.synchronise_warp()
     return current.tile
 
 

@@ -16,6 +16,23 @@ from ikbo_jax.pallas.hopper.launch import WarpgroupContext
 from ikbo_jax.problems.hopper import NUM_CONSUMERS, WGMMA_M
 
 
+@dataclasses.dataclass(frozen=True)
+class AttentionShape:
+    """Sizes of an attention: B, T, N, K, S, U and H."""
+
+    batch: int
+    q_len: int
+    q_heads: int
+    kv_heads: int
+    kv_len: int
+    users: int
+    head_dim: int
+
+    @property
+    def rows(self) -> int:
+        return self.batch * self.q_len
+
+
 class Operands(NamedTuple):
     """Device memory; operands that a launch does not use are None.
 
@@ -79,7 +96,6 @@ class FlashContext(WarpgroupContext):
             key.matrix(step),
             self.shape.head_dim,
             columns=columns,
-            interpret=self.interpret,
         )
 
     def free_read_queries(self, item: Any, is_last: Any) -> None:

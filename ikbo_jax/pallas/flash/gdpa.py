@@ -36,13 +36,7 @@ import jax
 import jax.numpy as jnp
 
 from ikbo_jax.pallas.activations.weights import ActivationSpec
-from ikbo_jax.pallas.flash import (
-    attention,
-    gdpa_consumer,
-    gdpa_masked,
-    gdpa_producer,
-    short_gdpa,
-)
+from ikbo_jax.pallas.flash import attention, gdpa_consumer, gdpa_masked, gdpa_producer, short_gdpa
 from ikbo_jax.pallas.flash.context import Operands, Outputs
 from ikbo_jax.pallas.flash.gdpa_context import GdpaContext, Shape
 from ikbo_jax.pallas.hopper.launch import Roles, launch
@@ -144,7 +138,6 @@ def gdpa_forward(
     rule: Rule | None = None,
     seen: jax.Array | None = None,
     return_residuals: bool = False,
-    interpret: Any = False,
 ) -> tuple[jax.Array, jax.Array | None]:
     """Attends from every tile of queries to the keys and values of its sequence.
 
@@ -178,6 +171,5 @@ def gdpa_forward(
         name="ikbo_gdpa_forward",
         workers=workers,
         has_counter=config.tickets,
-        interpret=interpret,
     )
     return out, lse[0] if lse else None

@@ -36,7 +36,6 @@ class _Work(NamedTuple):
 
 
 def _receive(ctx: GdpaContext, index: Any) -> Item:
-    """Waits for the descriptor of item `index`."""
     items = ctx.shared.items
     items.await_ready(index)
     slot = items.slot(index)
@@ -68,7 +67,7 @@ def _await_block(ctx: GdpaContext, ring: Ring, item: Item, block: Any, step: Any
 
     @pl.when((ctx.consumer == 0) & is_cut)
     def _() -> None:
-        visible.zero_rest(ring.matrix(step), interpret=ctx.interpret)
+        visible.zero_rest(ring.matrix(step))
         plgpu.commit_smem()
 
 
@@ -85,7 +84,6 @@ def _issue_values(
         ctx.shared.value.matrix(step),
         ctx.staging(),
         is_defined=is_defined,
-        interpret=ctx.interpret,
     )
 
 
@@ -104,17 +102,17 @@ def _weights(
     and rounds the weights; call it after the product with the previous weights, whose operands it
     may not write.
     """
-    scores = mma.after_wait(scores, interpret=ctx.interpret)
+    scores = mma.after_wait(scores)
     ctx.shared.key.release(step)
     if ctx.shape.has_mask:
         index, block = place()
-        index = mosaic.opaque(index, interpret=ctx.interpret)
+        index = mosaic.opaque(index)
         if ctx.shape.log2_scale is not None:
             softened = gdpa_softmax.weigh(ctx, index, block, scores, before)
             return lambda acc: _State(*softened(acc))
         scores = gdpa_masked.keep_visible(ctx, index, block, scores)
     spec = ctx.shape.activation
-    weights = gdpa_weights.compute_weights(spec, item.head, scores, interpret=ctx.interpret)
+    weights = gdpa_weights.compute_weights(spec, item.head, scores)
     dtype = ctx.outputs.out.dtype
     return lambda acc: _State(gdpa_weights.round_weights(weights, dtype), acc)
 
@@ -135,7 +133,7 @@ def _step(
     ctx.shared.value.await_ready(step)
     turns.take(ctx)
     # Eight matrix descriptors of the queries, constant for the item, would occupy 16 registers.
-    opaque_index = mosaic.opaque(index, interpret=ctx.interpret)
+    opaque_index = mosaic.opaque(index)
     scores = ctx.product(opaque_index, step + 1, columns)
     acc = _issue_values(ctx, state, block > 0, step, ctx.config.block_kv)
     turns.await_scores(ctx)
@@ -143,7 +141,7 @@ def _step(
     place = index, block + 1
     finish = _weights(ctx, scores, item, step + 1, lambda: place, state.statistics)
     pl.when(block == 0)(functools.partial(ctx.free_stored_slot, index - 1))
-    mma.wait(0, interpret=ctx.interpret)
+    mma.wait(0)
     ctx.shared.value.release(step)
     state = finish(acc)
     return state._replace(weights=mma.pad(state.weights, ctx.config.block_kv))
@@ -152,7 +150,7 @@ def _step(
 def _end_basic_block(ctx: GdpaContext, index: Any) -> None:
     """Branches, but never, so that ptxas moves no exponentials past a wait that follows."""
     if ctx.shape.log2_scale is not None:
-        never = mosaic.opaque(index, interpret=ctx.interpret) < 0
+        never = mosaic.opaque(index) < 0
         pl.when(never)(functools.partial(plgpu.wait_smem_to_gmem, 0))
 
 
@@ -227,7 +225,7 @@ def _last_step(
         finish = _weights(ctx, scores, next_item, next_step, lambda: (index + 1, jnp.int32(0)))
         _end_basic_block(ctx, index)
         if keys:
-            mma.wait(0, interpret=ctx.interpret)
+            mma.wait(0)
         return finish(acc)
 
     def without_scores(keys: int) -> _State:
@@ -245,7 +243,7 @@ def _last_step(
                 ctx.shared.key.release(next_step)
 
         if keys:
-            mma.wait(0, interpret=ctx.interpret)
+            mma.wait(0)
         return state._replace(acc=acc)
 
     full, half, has_scores = config.block_kv, config.block_kv // 2, has_next
@@ -270,7 +268,7 @@ def _last_step(
         for work in table
     ]
     state = lax.switch(number, branches)
-    acc = mma.after_wait(state.acc, interpret=ctx.interpret)
+    acc = mma.after_wait(state.acc)
     ctx.shared.value.release(step)
     return state._replace(acc=acc)
 
@@ -284,9 +282,9 @@ def _attend(ctx: GdpaContext, item: Item) -> None:
     turns.take(ctx)
     scores = ctx.product(zero, zero)
     turns.hand_over(ctx)
-    mma.wait(0, interpret=ctx.interpret)
+    mma.wait(0)
     ctx.free_read_queries(zero, item.blocks == 1)
-    undefined_sums = functools.partial(mma.undefined, ctx.shape.head_dim, interpret=ctx.interpret)
+    undefined_sums = functools.partial(mma.undefined, ctx.shape.head_dim)
     start = _weights(ctx, scores, item, zero, lambda: (zero, zero))(None)
 
     def one_item(carry: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -327,11 +325,10 @@ def consume(ctx: GdpaContext) -> None:
 
 
 def _stage(ctx: GdpaContext, slot: Any, out: jax.Array) -> None:
-    """Stages a result in a query slot."""
     tiles = ctx.shared.query.tiles[0].at[slot, ctx.consumer]
     for i, columns in enumerate(operand_tiles.column_blocks(out, tiles.shape[0])):
         block = tiles.at[pl.ds(i, 1)]
-        operand_tiles.stage_rows(block, columns, reads_late=True, interpret=ctx.interpret)
+        operand_tiles.stage_rows(block, columns, reads_late=True)
     plgpu.commit_smem()
 
 
@@ -355,7 +352,6 @@ def _consumer_rows(ctx: GdpaContext, target: Any, rows: Any) -> tuple[Any, Any]:
 
 
 def _store_item(ctx: GdpaContext, index: Any, acc: jax.Array, statistics: Any) -> None:
-    """Stores the rows of an item."""
     head, target, rows = ctx.destination(index)
     first_row, rows = _consumer_rows(ctx, target, rows)
     store = functools.partial(_store, ctx, index, head, first_row, rows, acc, statistics)
@@ -384,10 +380,7 @@ def _store(
         _stage(ctx, slot, out)
         _store_staged(ctx, slot, head, first_row, rows)
         return
-    stores.store_rows(
-        *(ctx.outputs.out, out, first_row, head, 0 * rows, rows, ctx.staging()),
-        interpret=ctx.interpret,
-    )
+    stores.store_rows(*(ctx.outputs.out, out, first_row, head, 0 * rows, rows))
 
 
 def _zero_rest(ctx: GdpaContext) -> None:

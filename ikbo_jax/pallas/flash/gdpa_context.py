@@ -63,7 +63,6 @@ class GdpaContext(FlashContext):
     """The context of a GDPA forward kernel's warpgroup."""
 
     def destination(self, item: Any) -> Destination:
-        """Reads the destination of item number `item`, which was received."""
         items, first = self.shared.items, len(Item._fields)
         slot = items.slot(item)
         return Destination(*(items.words[slot, first + i] for i in range(len(Destination._fields))))
@@ -80,9 +79,7 @@ class GdpaContext(FlashContext):
         return first_step + jnp.where(is_kept != 0, 0, blocks)
 
     def work_items(self, count: Any) -> Any:
-        """Returns how many of `count` work items this CTA takes."""
         return schedule.back_and_forth_share(self.worker, self.shape.workers, count)
 
     def work_item(self, i: Any) -> Any:
-        """Returns the number of this CTA's `i`-th work item."""
         return schedule.back_and_forth(self.worker, self.shape.workers, i)

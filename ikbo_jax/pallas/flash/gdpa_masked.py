@@ -22,10 +22,7 @@ from ikbo_jax.reference import hstu
 
 
 def mask_tiles(
-    listed: lists.TileList,
-    intervals: jax.Array,
-    block_kv: int,
-    keys_per_group: int | None = None,
+    listed: lists.TileList, intervals: jax.Array, block_kv: int, keys_per_group: int | None = None
 ) -> tuple[lists.TileList, jax.Array]:
     """Narrows tiles of `TILE_ROWS` rows to the keys that their rows see, and sorts them again.
 

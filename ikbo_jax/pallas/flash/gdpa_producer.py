@@ -39,7 +39,6 @@ def _describe(
         *(ctx.operands.words, tile * ctx.operands.words.shape[1] + lists.TILE_WORDS),
         *(items.words, items.slot(progress.items) * items.words.shape[1] + ITEM_WORDS),
         items.words.shape[1] - ITEM_WORDS,
-        interpret=ctx.interpret,
     )
     items.send_words(progress.items, words)
 

@@ -42,7 +42,7 @@ Finish = Callable[[Any], tuple[jax.Array, Any, Statistics]]
 def weigh(ctx: Any, index: Any, block: Any, scores: jax.Array, before: Statistics | None) -> Finish:
     """Computes weights of raw scores [64, block_kv]; None `before` an item's first block."""
     scale, dtype = ctx.shape.log2_scale, ctx.outputs.out.dtype
-    scores = capped(ctx.shape.activation.cap, scores, interpret=ctx.interpret)
+    scores = capped(ctx.shape.activation.cap, scores)
     scores = gdpa_masked.keep_visible(ctx, index, block, scores, softmax.masked_score(scale))
     largest = softmax.row_extreme(scores, scale)
     if before is None:
@@ -53,7 +53,7 @@ def weigh(ctx: Any, index: Any, block: Any, scores: jax.Array, before: Statistic
     base = softmax.finite(before.extreme, scale)
     maximum, growth = (x * jnp.float32(scale) for x in (base, largest - before.extreme))
     is_far = (growth > jnp.float32(MOST_GROWTH)) | (jnp.abs(maximum) >= jnp.float32(LARGE_MAXIMUM))
-    has_grown = per_thread.any_of_warp(is_far, layout=stores.ROW_LAYOUT, interpret=ctx.interpret)
+    has_grown = per_thread.any_of_warp(is_far, layout=stores.ROW_LAYOUT)
 
     def grown() -> Any:
         base = softmax.finite(largest, scale)
@@ -73,7 +73,7 @@ def weigh(ctx: Any, index: Any, block: Any, scores: jax.Array, before: Statistic
         return acc * lax.broadcast_in_dim(shrink, acc.shape, (0,)), sums * shrink
 
     def finish(acc: Any) -> tuple[jax.Array, Any, Statistics]:
-        acc = mma.after_wait(acc, interpret=ctx.interpret)
+        acc = mma.after_wait(acc)
         acc, earlier = lax.cond(has_grown, rescaled, lambda *x: x, acc, before.sums)
         return weights.astype(dtype), acc, Statistics(extreme, earlier + sums)
 
@@ -94,10 +94,7 @@ def normalised(
 
 def store_lse(ctx: Any, lse: jax.Array, first_row: Any, head: Any, rows: Any) -> None:
     """Stores lse [64] of the first `rows` of a consumer's rows."""
-    staging = ctx.shared.row_values.at[ctx.consumer] if ctx.interpret else None
-    stores.store_rows(
-        *(ctx.outputs.lse, lse, first_row, head, 0 * rows, rows, staging), interpret=ctx.interpret
-    )
+    stores.store_rows(*(ctx.outputs.lse, lse, first_row, head, 0 * rows, rows))
 
 
 def rows_of(value: float) -> jax.Array:

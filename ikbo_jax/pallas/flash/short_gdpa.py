@@ -90,9 +90,7 @@ class Context(WarpgroupContext):
     def segments(self) -> SegmentContext:
         """Context in which the CTA finds its tiles."""
         found, outputs = self.shared.found, self.outputs
-        return SegmentContext(
-            self.shape.segments, None, found, self.operands, outputs, self.interpret, self.worker
-        )
+        return SegmentContext(self.shape.segments, None, found, self.operands, outputs, self.worker)
 
 
 class _Next(NamedTuple):
@@ -149,7 +147,6 @@ def _load(ctx: Context, following: _Next) -> None:
 
 
 def _advance(ctx: Context, count: Any, following: _Next) -> _Next:
-    """Returns the block to load after `following`."""
     is_last = following.block + 1 == _blocks(ctx, following.item)
     index = following.index + is_last.astype(jnp.int32)
     item = _item(ctx, count, index)
@@ -162,15 +159,13 @@ def _zero_hidden(ctx: Context, tiles: Any, visible: Visible) -> None:
 
     @pl.when(visible.is_partial)
     def _() -> None:
-        operand_tiles.zero_rows(tiles, jnp.maximum(visible.end, 0), interpret=ctx.interpret)
+        operand_tiles.zero_rows(tiles, jnp.maximum(visible.end, 0))
 
 
 def _scores(ctx: Context, index: Any, step: Any) -> jax.Array:
     """Issues the scores of the item's queries and the block of keys at `step`."""
     query, key = ctx.shared.query, ctx.shared.key
-    return mma.product(
-        query.matrix(index), key.matrix(step), ctx.shape.head_dim, interpret=ctx.interpret
-    )
+    return mma.product(query.matrix(index), key.matrix(step), ctx.shape.head_dim)
 
 
 def _add_values(
@@ -178,15 +173,10 @@ def _add_values(
 ) -> jax.Array:
     """Adds the weights times the values at `step` to `acc`."""
     acc = mma.add_product(
-        acc,
-        weights,
-        ctx.shared.value.matrix(step),
-        ctx.staging(),
-        is_defined=block > 0,
-        interpret=ctx.interpret,
+        acc, weights, ctx.shared.value.matrix(step), ctx.staging(), is_defined=block > 0
     )
-    mma.wait(0, interpret=ctx.interpret)
-    return mma.after_wait(acc, interpret=ctx.interpret)
+    mma.wait(0)
+    return mma.after_wait(acc)
 
 
 def _step(
@@ -208,9 +198,9 @@ def _step(
     following = _advance(ctx, count, following)
     shared.value.await_ready(step)
     _zero_hidden(ctx, shared.value.matrix(step), visible)
-    mma.wait(0, interpret=ctx.interpret)
+    mma.wait(0)
     plgpu.commit_smem()
-    scores = mma.after_wait(scores, interpret=ctx.interpret)
+    scores = mma.after_wait(scores)
     dtype = ctx.outputs.out.dtype
     if is_softmax:
         scores = visible.keep(scores, softmax.masked_score(shape.log2_scale))
@@ -218,7 +208,7 @@ def _step(
         state = state._replace(acc=_add_values(ctx, state.acc, p.astype(dtype), block, step))
     else:
         spec = shape.activation
-        raw = gdpa_weights.compute_weights(spec, item.head, scores, interpret=ctx.interpret)
+        raw = gdpa_weights.compute_weights(spec, item.head, scores)
         state = _add_values(ctx, state, gdpa_weights.round_weights(raw, dtype), block, step)
     return step + 1, following, state
 
@@ -228,7 +218,7 @@ def _store(ctx: Context, item: Item, index: Any, out: jax.Array) -> None:
     out = jnp.where(item.length > 0, out, jnp.zeros((), out.dtype))
     slot = ctx.shared.query.slot(index)
     staged = tuple(view.at[slot] for view in ctx.shared.query.tiles)
-    operand_tiles.stage_rows(staged[0], out, reads_late=True, interpret=ctx.interpret)
+    operand_tiles.stage_rows(staged[0], out, reads_late=True)
     plgpu.commit_smem()
     stores.store_staged(
         ctx,
@@ -255,16 +245,7 @@ def _finish(ctx: Context, item: Item, index: Any, state: Any) -> None:
     if ctx.outputs.lse is not None:
         lse = jnp.log(row_sum) + state.extreme * jnp.float32(shape.log2_scale * softmax.LN_2)
         lse = jnp.where((item.length > 0) & (row_sum != 0), lse, -jnp.inf)
-        stores.store_rows(
-            ctx.outputs.lse,
-            lse,
-            item.target,
-            item.head,
-            0 * item.rows,
-            item.rows,
-            ctx.shared.row_staging.at[0] if ctx.interpret else None,
-            interpret=ctx.interpret,
-        )
+        stores.store_rows(ctx.outputs.lse, lse, item.target, item.head, 0 * item.rows, item.rows)
 
 
 def _zero_gaps(ctx: Context, found: found_tiles.Found) -> None:
@@ -294,7 +275,7 @@ def consume(ctx: Context) -> None:
     def start() -> Any:
         if shape.activation is None:
             return softmax.running_start(shape.head_dim, shape.log2_scale)
-        return mma.undefined(shape.head_dim, interpret=ctx.interpret)
+        return mma.undefined(shape.head_dim)
 
     def one_item(index: Any, carry: tuple[Any, ...]) -> tuple[Any, ...]:
         item = _item(ctx, count, index)
@@ -332,7 +313,6 @@ def short_gdpa(
     return_residuals: bool,
     config: ShortGdpaConfig,
     num_sms: int,
-    interpret: Any = False,
 ) -> tuple[jax.Array, jax.Array | None]:
     """Attends from every tile of queries to the keys and values of its sequence.
 
@@ -372,6 +352,5 @@ def short_gdpa(
         dtype=query.dtype,
         name="ikbo_short_gdpa",
         workers=workers,
-        interpret=interpret,
     )
     return out, lse[0] if lse else None

@@ -16,7 +16,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, vector
 
-from ikbo_jax.pallas.hopper import mma
+from ikbo_jax.pallas.hopper import mma, mosaic
 from ikbo_jax.pallas.hopper.stores import ROW_LAYOUT
 from ikbo_jax.problems.hopper import WGMMA_M
 
@@ -145,7 +145,7 @@ def masked_score(log2_scale: float) -> float:
 
 
 def flag_rows(
-    flags: Any, index: Any, row_sum: jax.Array, begin: Any, end: Any, limit: float, interpret: bool
+    flags: Any, index: Any, row_sum: jax.Array, begin: Any, end: Any, limit: float
 ) -> None:
     """Sets flags[index] and flags[0] to 1 if a row in [begin, end) has a sum outside [SUM_MINIMUM,
     limit).
@@ -153,7 +153,7 @@ def flag_rows(
     row = plgpu.broadcasted_iota(jnp.int32, (WGMMA_M,), 0, layout=ROW_LAYOUT)
     is_good = (row_sum < jnp.float32(limit)) & (row_sum >= jnp.float32(SUM_MINIMUM))
     is_good = is_good | (row < begin) | (row >= end)
-    if interpret:
+    if mosaic.is_interpreted():
 
         @pl.when(~jnp.all(is_good))
         def _() -> None:

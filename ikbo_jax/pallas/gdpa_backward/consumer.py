@@ -40,9 +40,9 @@ def _receive(ctx: BackwardContext, step: Any) -> None:
     # A row of zeros has scores 0, weights 0, and gradients of scores 0.
     @pl.when(visible.is_partial)
     def _() -> None:
-        consumer = mosaic.warpgroup_index("warpgroup", interpret=ctx.interpret)
+        consumer = mosaic.warpgroup_index()
         tiles = ring.matrix(step).at[consumer]
-        visible.zero_rest(tiles, interpret=ctx.interpret)
+        visible.zero_rest(tiles)
         plgpu.commit_smem()
         turns.synchronise_consumers()
 
@@ -56,21 +56,20 @@ def _receive_tile(ctx: BackwardContext, item: Any) -> None:
     def _() -> None:
         for operand in (0, 1):
             tiles = ring.matrix(item).at[operand, ctx.consumer]
-            operand_tiles.zero_tiles(tiles, interpret=ctx.interpret)
+            operand_tiles.zero_tiles(tiles)
         plgpu.commit_smem()
 
 
 def _issue_scores(ctx: BackwardContext, operand: int, item: Any, step: Any) -> jax.Array:
     """Issues stationary rows times a block: scores for operand 0, gradients of weights for 1."""
     # Values that LLVM computes from the tile's number before the loop would occupy registers in it.
-    item = mosaic.opaque(item, interpret=ctx.interpret)
+    item = mosaic.opaque(item)
     slot = ctx.shared.stationary.slot(item)
-    consumer = mosaic.warpgroup_index("warpgroup", interpret=ctx.interpret)
+    consumer = mosaic.warpgroup_index()
     return mma.product(
         ctx.shared.stationary.tiles[0].at[slot, operand, consumer],
         ctx.shared.streamed.matrix(step).at[operand],
         ctx.shape.head_dim,
-        interpret=ctx.interpret,
     )
 
 
@@ -90,7 +89,6 @@ def _issue_sum(
         ctx.staging(operand),
         columns=ctx.shape.head_dim,
         begin=begin,
-        interpret=ctx.interpret,
     )
 
 
@@ -101,7 +99,7 @@ def _activate(
     spec = ctx.shape.activation
 
     def activate() -> tuple[jax.Array, jax.Array]:
-        return gdpa_slopes.weights_and_slopes(spec, head, scores, interpret=ctx.interpret)
+        return gdpa_slopes.weights_and_slopes(spec, head, scores)
 
     if not ctx.shape.has_activation_in_branch(is_cut):
         return activate()
@@ -140,8 +138,8 @@ def _multiply(
         slopes.append(slope)
         if shape.is_for_keys:
             d_value = _issue_sum(ctx, d_value, weights.astype(dtype), begin, 1, step)
-    mma.wait(1 if shape.is_for_keys else 0, interpret=ctx.interpret)
-    d_weights = mma.after_wait(d_weights, interpret=ctx.interpret)
+    mma.wait(1 if shape.is_for_keys else 0)
+    d_weights = mma.after_wait(d_weights)
     slope = jnp.concatenate(slopes, axis=1)
     if shape.has_softmax:
         d_scores = softmax.d_scores(ctx, rows, d_weights, slope, step)
@@ -157,7 +155,7 @@ def _complete(
     ctx: BackwardContext, sums: tuple[jax.Array, ...], step: Any
 ) -> tuple[jax.Array, ...]:
     """The sums after their wait; frees the block of the last products."""
-    sums = tuple(mma.after_wait(x, interpret=ctx.interpret) for x in sums)
+    sums = tuple(mma.after_wait(x) for x in sums)
     ctx.shared.streamed.release(step)
     return sums
 
@@ -170,7 +168,7 @@ def _tile(ctx: BackwardContext, item: Any, first_step: Any) -> Any:
     rows = softmax.receive_rows(ctx)
 
     def complete_last(step: Any, sums: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        sums = tuple(mma.after_wait(x, interpret=ctx.interpret) for x in sums)
+        sums = tuple(mma.after_wait(x) for x in sums)
         pl.when(step > first_step)(lambda: ctx.shared.streamed.release(step - 1))
         return sums
 
@@ -179,7 +177,7 @@ def _tile(ctx: BackwardContext, item: Any, first_step: Any) -> Any:
         _receive(ctx, step)
 
         def skip(*sums: jax.Array) -> tuple[jax.Array, ...]:
-            mma.wait(0, interpret=ctx.interpret)
+            mma.wait(0)
             return complete_last(step, sums)
 
         def compute(*sums: jax.Array) -> tuple[jax.Array, ...]:
@@ -196,12 +194,12 @@ def _tile(ctx: BackwardContext, item: Any, first_step: Any) -> Any:
         if ctx.shape.reads_stored:
             assert sums is not None
             sums = (stored.add_product(ctx, sums[0], step),)
-            mma.wait(1, interpret=ctx.interpret)
+            mma.wait(1)
             pl.when(step > first_step)(lambda: ctx.shared.streamed.release(step - 1))
             return sums
         scores = _issue_scores(ctx, 0, item, step)
-        mma.wait(0, interpret=ctx.interpret)
-        scores = mma.after_wait(scores, interpret=ctx.interpret)
+        mma.wait(0)
+        scores = mma.after_wait(scores)
         if sums is not None and ctx.shape.has_mask:
             sums = complete_last(step, sums)
         elif sums is not None:
@@ -225,9 +223,9 @@ def _tile(ctx: BackwardContext, item: Any, first_step: Any) -> Any:
         sums = lax.fori_loop(first_cut, end, add_cut, sums)
     else:
         sums = lax.fori_loop(first_step + 1, end, add, sums)
-    mma.wait(0, interpret=ctx.interpret)
+    mma.wait(0)
     sums = _complete(ctx, sums, end - 1)
-    _store(ctx, mosaic.opaque(item, interpret=ctx.interpret), sums)
+    _store(ctx, mosaic.opaque(item), sums)
     if stationary.slots == 1:
         _free_stored_slot(ctx, item)
     return end
@@ -252,17 +250,16 @@ def _store(ctx: BackwardContext, item: Any, sums: tuple[jax.Array, ...]) -> None
         for total, scale, result in zip(sums, ctx.shape.scales, outputs, strict=True)
     ]
     if ctx.outputs[0].dtype == jnp.float32:
-        staging = ctx.shared.f32_staging.at[consumer] if ctx.interpret else None
         place = (first_row, head, jnp.int32(0), rows)
         for output, value in zip(outputs, values, strict=True):
-            stores.store_rows(output, value, *place, staging, interpret=ctx.interpret)
+            stores.store_rows(output, value, *place)
         return
     staged = [
         tuple(view.at[slot, operand, consumer] for view in ring.tiles)
         for operand in range(len(values))
     ]
     for (matrix_view, _), value in zip(staged, values, strict=True):
-        operand_tiles.stage_rows(matrix_view, value, interpret=ctx.interpret)
+        operand_tiles.stage_rows(matrix_view, value)
     plgpu.commit_smem()
     stores.store_staged(
         ctx,

@@ -73,7 +73,6 @@ def gradient_kernel(
     masks: masked.Masks | None = None,
     stored_rows: int = 0,
     out_dtype: Any = None,
-    interpret: Any = False,
 ) -> tuple[jax.Array, ...]:
     """Computes (d_query,), or with `is_for_keys` (d_key, d_value).
 
@@ -132,5 +131,4 @@ def gradient_kernel(
         name="ikbo_gdpa_d_key_value" if is_for_keys else "ikbo_gdpa_d_query",
         workers=shape.workers,
         has_counter=shape.has_mask,
-        interpret=interpret,
     )

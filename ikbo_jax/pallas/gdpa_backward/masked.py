@@ -301,7 +301,7 @@ def unseen(flags: Any) -> list[Any]:
 
 
 def _group_words(ctx: BackwardContext, number: Any, word: int) -> list[Any]:
-    place = mosaic.opaque(number, interpret=ctx.interpret)
+    place = mosaic.opaque(number)
     return [ctx.operands.masks.groups[place, word + i] for i in range(2)]
 
 
@@ -310,7 +310,7 @@ def _group_words(ctx: BackwardContext, number: Any, word: int) -> list[Any]:
 
 def received_flags(ctx: BackwardContext, step: Any) -> Any:
     """Reads a consumer's flags of a received block."""
-    consumer = mosaic.warpgroup_index("warpgroup", interpret=ctx.interpret)
+    consumer = mosaic.warpgroup_index()
     return ctx.shared.streamed.word(step, FLAGS) >> (FLAG_BITS * consumer) & ALL_FLAGS
 
 
@@ -319,8 +319,8 @@ def seen_bits(ctx: BackwardContext, item: Any, step: Any, flags: Any) -> jax.Arr
     columns = ctx.config.block
 
     def restrict(part: int, bits: jax.Array) -> jax.Array:
-        consumer = mosaic.warpgroup_index("warpgroup", interpret=ctx.interpret)
-        tile = mosaic.opaque(item, interpret=ctx.interpret)
+        consumer = mosaic.warpgroup_index()
+        tile = mosaic.opaque(item)
         places = [
             ctx.shared.stationary.word(tile, ORIGIN) + consumer * WGMMA_M,
             ctx.shared.streamed.word(step, FIRST),
@@ -329,10 +329,9 @@ def seen_bits(ctx: BackwardContext, item: Any, step: Any, flags: Any) -> jax.Arr
         return seen.restrict(
             *(bits, ctx.operands.masks.rows, part, query, key, columns),
             queries_are_rows=not ctx.shape.is_for_keys,
-            interpret=ctx.interpret,
         )
 
-    bits = seen.all_bits(columns, interpret=ctx.interpret)
+    bits = seen.all_bits(columns)
     for part, flag in (seen.RANGE, CUT), (seen.GAP, GAP):
         branch = functools.partial(restrict, part)
         bits = lax.cond((flags & flag) != 0, branch, lambda x: x, bits)
@@ -357,7 +356,7 @@ def keep_seen(
     flags, bits = block
 
     def select(*values: jax.Array) -> tuple[jax.Array, ...]:
-        return seen.keep(bits, values, fills, begin, interpret=ctx.interpret)
+        return seen.keep(bits, values, fills, begin)
 
     kept = lax.cond(flags != 0, select, lambda *x: x, *values)
     return kept[0], kept[-1]

@@ -152,7 +152,7 @@ def _send_range_block(
     """Sends a block of a range; `heads`: of the block, and of its queries."""
     shape, size = ctx.shape, ctx.config.block
     block_head, q_head = heads
-    place = mosaic.opaque(index, interpret=ctx.interpret)
+    place = mosaic.opaque(index)
     source, target, rows, first = (ctx.range_word(place, i) for i in range(4))
     first = first if shape.is_for_keys else jnp.int32(0)
     done = block * size

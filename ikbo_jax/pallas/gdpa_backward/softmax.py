@@ -49,7 +49,7 @@ def weights_and_slopes(
     Slopes are weights times the slope of the cap: without a cap, the same array.
     """
     spec = ctx.shape.activation
-    scores = capped(spec.cap, scores, interpret=ctx.interpret)
+    scores = capped(spec.cap, scores)
     factor = jnp.float32(spec.scale * math.log2(math.e))
     exponents = scores * factor - _statistic(ctx, rows, LSE, scores.shape, begin, step)
     weights = jnp.exp2(jnp.minimum(exponents, jnp.float32(0)))

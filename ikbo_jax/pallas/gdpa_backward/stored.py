@@ -74,12 +74,12 @@ def rows(
 def store(ctx: BackwardContext, d_scores: jax.Array, item: Any, step: Any) -> None:
     """Stores a consumer's gradients of scores [64 keys, 64 queries] f32, rounded."""
     # Words that are read again occupy no register before.
-    tile, step = (mosaic.opaque(x, interpret=ctx.interpret) for x in (item, step))
+    tile, step = (mosaic.opaque(x) for x in (item, step))
     streamed = ctx.shared.streamed
     block = lax.div(streamed.word(step, context.FIRST), WGMMA_M)
     place = ctx.shared.stationary.word(tile, context.PLACE) + block
     heads = ctx.shape.heads * ctx.shape.streamed_per_head
-    consumer = mosaic.warpgroup_index("warpgroup", interpret=ctx.interpret)
+    consumer = mosaic.warpgroup_index()
     row = (place * heads + streamed.word(step, 1)) * TILE_ROWS + consumer * WGMMA_M
     output = ctx.outputs[-1]
     if ctx.interpret:
@@ -114,10 +114,10 @@ def store(ctx: BackwardContext, d_scores: jax.Array, item: Any, step: Any) -> No
 
 def add_product(ctx: BackwardContext, total: jax.Array, step: Any) -> jax.Array:
     """Issues `total` plus a consumer's stored gradients times a block of 64 keys."""
-    consumer = mosaic.warpgroup_index("warpgroup", interpret=ctx.interpret)
+    consumer = mosaic.warpgroup_index()
     keys, d_scores = (ctx.shared.streamed.matrix(step).at[operand] for operand in (0, 1))
     if ctx.interpret:
         staging = ctx.staging(0)
-        return mma.add_product(total, d_scores[consumer].T, keys, staging, interpret=True)
+        return mma.add_product(total, d_scores[consumer].T, keys, staging)
     tile = d_scores.at[consumer]
-    return mma.add_tile_product(total, tile, keys, is_transposed=True, interpret=False)
+    return mma.add_tile_product(total, tile, keys, is_transposed=True)

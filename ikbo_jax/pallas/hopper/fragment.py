@@ -19,7 +19,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
-from ikbo_jax.pallas.hopper import inline
+from ikbo_jax.pallas.hopper import inline, mosaic
 from ikbo_jax.problems.hopper import WARPGROUP_SIZE
 
 
@@ -30,17 +30,17 @@ class Fragment(NamedTuple):
     lower: Any  # int32 [columns / 8 * 128]; memory: int32 [columns / 16, 128, 2]
 
 
-def types(columns: int, leading: tuple[int, ...], *, interpret: bool) -> Fragment:
+def types(columns: int, leading: tuple[int, ...]) -> Fragment:
     """Declares an array of fragments in device memory."""
-    if interpret:
+    if mosaic.is_interpreted():
         return Fragment(*(jax.ShapeDtypeStruct((*leading, 64, columns), jnp.float32),) * 2)
     shape = (*leading, columns // 16, WARPGROUP_SIZE)
     return Fragment(*(jax.ShapeDtypeStruct((*shape, words), jnp.int32) for words in (4, 2)))
 
 
-def columns_of(memory: Fragment, begin: Any, columns: int, *, interpret: bool) -> Fragment:
+def columns_of(memory: Fragment, begin: Any, columns: int) -> Fragment:
     """Selects the part of a fragment in device memory with `columns` columns from `begin`."""
-    if interpret:
+    if mosaic.is_interpreted():
         return Fragment(*(plane.at[:, pl.ds(begin, columns)] for plane in memory))
     groups = pl.ds(begin // 16, columns // 16)
     return Fragment(*(plane.at[groups] for plane in memory))
@@ -90,9 +90,9 @@ def _lower_layout(columns: int) -> Any:
     return plgpu.Layout.WG_STRIDED((columns // 8 * WARPGROUP_SIZE,), vec_size=1)
 
 
-def load(memory: Fragment, columns: int, *, interpret: bool) -> Fragment:
+def load(memory: Fragment, columns: int) -> Fragment:
     """Issues the loads of a fragment; they complete while the caller continues."""
-    if interpret:
+    if mosaic.is_interpreted():
         return Fragment(memory.upper[...], memory.lower[...])
 
     @plgpu.inline_mgpu(
@@ -136,9 +136,9 @@ def lower_in_registers(words: list[ir.Value], columns: int) -> mgpu.FragmentedAr
     )
 
 
-def store(memory: Fragment, value: jax.Array, *, interpret: bool) -> None:
+def store(memory: Fragment, value: jax.Array) -> None:
     """Stores an accumulator [64, columns] f32 as a fragment."""
-    if interpret:
+    if mosaic.is_interpreted():
         memory.upper[...] = value
         memory.lower[...] = jnp.zeros_like(value)
         return
@@ -185,9 +185,9 @@ def _round_to_24_bits(bits: ir.Value) -> ir.Value:
     return arith.select(arith.andi(finite, normal), rounded, bits)
 
 
-def add(acc: jax.Array, fragment: Fragment, *, interpret: bool) -> jax.Array:
+def add(acc: jax.Array, fragment: Fragment) -> jax.Array:
     """Computes acc + fragment, f32 [64, columns]."""
-    if interpret:
+    if mosaic.is_interpreted():
         return acc + fragment.upper
 
     columns = acc.shape[1]

@@ -29,9 +29,9 @@ WORDS = Fragment(4, 2)
 GRANULES = WGMMA_M // GRANULE
 
 
-def types(columns: int, granules: int, *, interpret: bool) -> Fragment:
+def types(columns: int, granules: int) -> Fragment:
     """Types of the fragments of `granules` granules in device memory."""
-    if interpret:
+    if mosaic.is_interpreted():
         return Fragment(*(jax.ShapeDtypeStruct((granules, GRANULE, columns), jnp.float32),) * 2)
     shape = (granules, columns // 16, WARP_SIZE)
     return Fragment(*(jax.ShapeDtypeStruct((*shape, words), jnp.int32) for words in WORDS))
@@ -41,16 +41,14 @@ def _numbers_layout(count: int) -> Any:
     return plgpu.Layout.WG_STRIDED((count * WARPGROUP_SIZE,), vec_size=1)
 
 
-def look_up(
-    index: Any, first: Any, count: int, *, of_row: int, coarser_rows: int, interpret: bool
-) -> Any:
+def look_up(index: Any, first: Any, count: int, *, of_row: int, coarser_rows: int) -> Any:
     """Granules of the coarser level that belong to the granules of `count` accumulators.
 
     `index` [B] int32 is clamped; granules from `first` on past B count as the last row's. Returns
     each thread's numbers, one for each accumulator; under interpretation, each warp's.
     """
     last = index.shape[0] - 1
-    if interpret:
+    if mosaic.is_interpreted():
 
         def of(granule: Any) -> Any:
             row = jnp.minimum(lax.div(granule, of_row), last)
@@ -89,10 +87,10 @@ def look_up(
 
 
 def load(
-    memory: Fragment, numbers: Any, count: int, begin: Any, columns: int, *, interpret: bool
+    memory: Fragment, numbers: Any, count: int, begin: Any, columns: int
 ) -> tuple[Fragment, ...]:
     """Issues loads of `count` accumulators' fragments (`types`), `columns` from `begin`."""
-    if interpret:
+    if mosaic.is_interpreted():
 
         def part(plane: Any, i: int) -> jax.Array:
             parts = (numbers[GRANULES * i + j] for j in range(GRANULES))
@@ -128,10 +126,10 @@ def load(
     return tuple(Fragment(*parts[i : i + 2]) for i in range(0, len(parts), 2))
 
 
-def store(memory: Fragment, value: jax.Array, first: Any, begin: Any, *, interpret: bool) -> None:
+def store(memory: Fragment, value: jax.Array, first: Any, begin: Any) -> None:
     """Stores an accumulator [64, columns] f32 as fragments (`types`) of four granules."""
     total, columns = memory.upper.shape[0], value.shape[1]
-    if interpret:
+    if mosaic.is_interpreted():
         for i in range(GRANULES):
 
             @pl.when(first + i < total)
@@ -164,15 +162,13 @@ def store(memory: Fragment, value: jax.Array, first: Any, begin: Any, *, interpr
     write(*memory, value, first, begin)
 
 
-def stage_transposed(
-    blocks: Any, values: jax.Array, *, is_swizzled: bool = True, interpret: bool
-) -> None:
+def stage_transposed(blocks: Any, values: jax.Array, *, is_swizzled: bool = True) -> None:
     """Writes values [64, rows] of 16 bits to column blocks [64 / width, rows, width], transposed.
 
     Rows are a multiple of 8. Without `is_swizzled`, the blocks are `memory.Rows`.
     """
     count, rows, width = blocks.shape
-    if interpret:
+    if mosaic.is_interpreted():
         for i in range(count):
             blocks[i] = lax.slice(values, (i * width, 0), ((i + 1) * width, rows)).T
         return

@@ -44,17 +44,21 @@ class WarpgroupContext:
     shared: Any
     operands: Any
     outputs: Any
-    interpret: bool
     worker: Any = None
     consumer: Any = None
     counter: Any = None
+
+    @property
+    def interpret(self) -> bool:
+        """Whether the kernel is for the interpreter."""
+        return mosaic.is_interpreted()
 
     def replace(self, **changes: Any) -> Self:
         return dataclasses.replace(self, **changes)
 
     def as_consumer(self) -> Self:
         """Gives the consumer's number a form that is uniform over the warpgroup."""
-        consumer = mosaic.warpgroup_index("warpgroup", interpret=self.interpret)
+        consumer = mosaic.warpgroup_index()
         return self.replace(consumer=consumer)
 
     def take(self, number: Any, items: int) -> Any:
@@ -65,7 +69,7 @@ class WarpgroupContext:
         """
         if not self.interpret and self.counter is None:
             return jnp.where(number == 0, self.worker, items)
-        return mosaic.next_ticket(self.counter, number, interpret=self.interpret)
+        return mosaic.next_ticket(self.counter, number)
 
     def load(self, source: Any, index: tuple[Any, ...], tiles: Any, ready: Any) -> None:
         """Loads source[*index], [rows, width], into operand tiles [column blocks, rows, 64]."""
@@ -89,7 +93,7 @@ class Roles:
     """What the kernel's warpgroups do.
 
     Attributes:
-      context: makes a `WarpgroupContext` of (shared, operands, outputs, interpret).
+      context: makes a `WarpgroupContext` of (shared, operands, outputs).
       produce: takes the context, on one warp of the producer; None: the CTA has `warpgroups`
         consumers alone, which have the registers that ptxas gives them.
       consume: takes the context, whose `consumer` is 0 or 1, on each consumer warpgroup.
@@ -99,7 +103,7 @@ class Roles:
       registers: per thread of a consumer and of the producer warpgroup.
     """
 
-    context: Callable[[Any, Any, Any, bool], WarpgroupContext]
+    context: Callable[[Any, Any, Any], WarpgroupContext]
     produce: Callable[[Any], None] | None
     consume: Callable[[Any], None]
     assist: Callable[[Any], None] | None = None
@@ -121,7 +125,6 @@ def launch(
     workers: int,
     cluster: int = 1,
     has_counter: bool = False,
-    interpret: Any = False,
 ) -> tuple[jax.Array, ...]:
     """Launches a kernel; returns the arrays of `outputs` that are not None.
 
@@ -130,12 +133,9 @@ def launch(
       outputs: a tree of `jax.ShapeDtypeStruct`, likewise.
       shared: shared memory and barriers, as `memory.shared` declares them.
       workers: number of CTAs, or of clusters of `cluster` CTAs.
-      interpret: False, or `plgpu.InterpretGPUParams` to run on a CPU; kernels with named barriers
-        need `inline_mgpu="_hack_model_inline_mgpu_tokamax"`.
     """
-    is_interpreted = bool(interpret)
     kinds, shared_tree = jax.tree.flatten(shared)
-    order = _order(kinds, is_interpreted)
+    order = _order(kinds)
     tree = jax.tree.structure((operands, outputs, (0,) * len(order)))
 
     def body(*refs: Any) -> None:
@@ -143,21 +143,21 @@ def launch(
         fields: list[Any] = [None] * len(kinds)
         for i, ref in zip(order, scratch, strict=True):
             is_tiles = isinstance(kinds[i], memory.Tiles)
-            fields[i] = mosaic.tile_views(ref, interpret=is_interpreted) if is_tiles else ref
+            fields[i] = mosaic.tile_views(ref) if is_tiles else ref
         shared = jax.tree.unflatten(shared_tree, fields)
         shared = shared._make(rings.Ring(*x) if isinstance(x, memory.Ring) else x for x in shared)
-        ctx = roles.context(shared, operands, outputs, is_interpreted)
-        if has_counter and not interpret:
+        ctx = roles.context(shared, operands, outputs)
+        if has_counter and not mosaic.is_interpreted():
             ctx = ctx.replace(counter=pl.get_global(plgpu.SemaphoreType.REGULAR((1,))))
         _dispatch(roles, ctx)
 
-    others = [role for role in (roles.assist, roles.watch) if role is not None and interpret]
+    others = [role for role in (roles.assist, roles.watch) if role and mosaic.is_interpreted()]
     num_threads = NUM_CONSUMERS + 1 + len(others)
     clustered: Any = {"cluster": (cluster,), "cluster_names": ("cluster",)} if cluster > 1 else {}
     return mosaic.kernel(
         body,
         out_type=tuple(jax.tree.leaves(outputs)),
-        scratch_types=tuple(_type(kinds[i], dtype, is_interpreted) for i in order),
+        scratch_types=tuple(_type(kinds[i], dtype) for i in order),
         grid=(workers,),
         grid_names=("worker",),
         **clustered,
@@ -165,7 +165,7 @@ def launch(
         thread_name="warpgroup",
         kernel_name=name,
         compiler_params=mosaic.compiler_params(),
-        interpret=interpret,
+        interpret=mosaic.interpreted.value,
     )(*jax.tree.leaves(operands))
 
 
@@ -181,50 +181,40 @@ def launch_threads(
     warpgroups: int = 1,
     config: Any = None,
     context: Callable[..., WarpgroupContext] = WarpgroupContext,
-    interpret: Any = False,
 ) -> Any:
     """Launches CTAs whose warpgroups all run `consume`; returns arrays in the tree of `outputs`.
 
     The arguments are those of `launch`, and the first two fields of the `context`.
     """
     roles = Roles(functools.partial(context, shape, config), None, consume, warpgroups=warpgroups)
-    found = launch(
-        roles,
-        operands,
-        outputs,
-        shared,
-        dtype=jnp.int32,
-        name=name,
-        workers=workers,
-        interpret=interpret,
-    )
+    found = launch(roles, operands, outputs, shared, dtype=jnp.int32, name=name, workers=workers)
     return jax.tree.unflatten(jax.tree.structure(outputs), found)
 
 
-def _order(kinds: list[Any], interpret: bool) -> list[int]:
+def _order(kinds: list[Any]) -> list[int]:
     """Orders declarations as in memory: tiles, numbers, barriers, and interpreted ones' staging."""
     tiles = (memory.Tiles, memory.Blocks, memory.Rows)
     ranks = (*tiles, memory.Floats, memory.Words, memory.Staging, memory.Barriers)
     order = sorted(range(len(kinds)), key=lambda i: ranks.index(type(kinds[i])))
-    return [i for i in order if interpret or not isinstance(kinds[i], memory.Staging)]
+    return [i for i in order if mosaic.is_interpreted() or not isinstance(kinds[i], memory.Staging)]
 
 
-def _type(kind: Any, dtype: Any, interpret: bool) -> Any:
+def _type(kind: Any, dtype: Any) -> Any:
     match kind:
         case memory.Tiles(shape):
-            return mosaic.operand_tile(shape, dtype, interpret=interpret)
+            return mosaic.operand_tile(shape, dtype)
         case memory.Blocks(shape):
-            return mosaic.column_blocks(shape, dtype, interpret=interpret)
-        case memory.Rows(shape):
+            return mosaic.column_blocks(shape, dtype)
+        case memory.Rows(shape) | memory.Staging(shape):
             return plgpu.SMEM(shape, dtype)
         case memory.Floats(shape, is_swizzled):
             swizzle: Any = plgpu.SwizzleTransform
-            transforms = (swizzle(mosaic.SWIZZLE),) if is_swizzled and not interpret else ()
+            transforms = (
+                (swizzle(mosaic.SWIZZLE),) if is_swizzled and not mosaic.is_interpreted() else ()
+            )
             return plgpu.SMEM(shape, jnp.float32, transforms=transforms)
         case memory.Words(shape):
             return plgpu.SMEM(shape, jnp.int32)
-        case memory.Staging(shape, own_dtype):
-            return plgpu.SMEM(shape, jnp.dtype(own_dtype or dtype))
     options = {"num_arrivals": kind.arrivals, "num_barriers": kind.count}
     if kind.is_clustered:
         return plgpu.ClusterBarrier(collective_axes=("cluster",), **options)
@@ -241,17 +231,13 @@ def _dispatch(roles: Roles, ctx: WarpgroupContext) -> None:
     if roles.produce is None:
         roles.consume(ctx)
         return
-    numbers = [
-        (roles.produce, 1),
-        (roles.assist, roles.assistants),
-        (roles.watch, roles.watchers),
-    ]
+    numbers = [(roles.produce, 1), (roles.assist, roles.assistants), (roles.watch, roles.watchers)]
 
     @pl.when(warpgroup == NUM_CONSUMERS)
     def _producer() -> None:
         plgpu.set_max_registers(roles.registers[1], action="decrease")
         warps = [(functools.partial(role, ctx), n) for role, n in numbers if role is not None]
-        mosaic.on_warps(warps, interpret=ctx.interpret)
+        mosaic.on_warps(warps)
 
     for i, (role, _) in enumerate(numbers[1:], start=1):
         if ctx.interpret and role is not None:

@@ -23,25 +23,23 @@ from ikbo_jax.pallas.hopper import inline, mosaic
 from ikbo_jax.problems.hopper import BLOCK_K, WGMMA_K, WGMMA_M
 
 
-def with_accumulator(body: Callable[[Any], Any], columns: int, *, interpret: bool) -> Any:
+def with_accumulator(body: Callable[[Any], Any], columns: int) -> Any:
     """Calls `body` with an accumulator [64, columns] f32; the first `wgmma` must overwrite it."""
-    if interpret:
+    if mosaic.is_interpreted():
         return pl.run_scoped(body, plgpu.ACC((64, columns)))
     return body(None)
 
 
-def with_block_accumulators(body: Callable[[Any], Any], blocks: int, *, interpret: bool) -> Any:
+def with_block_accumulators(body: Callable[[Any], Any], blocks: int) -> Any:
     """Calls `body` with a total for `add_tile_product` of column blocks; it must begin with it."""
-    if interpret:
+    if mosaic.is_interpreted():
         return pl.run_scoped(lambda *total: body(total), *(plgpu.ACC((WGMMA_M, BLOCK_K)),) * blocks)
     return body(None)
 
 
-def accumulate(
-    begin: Any, end: Any, body: Callable[[Any, Any], Any], acc: Any, *, interpret: bool
-) -> Any:
+def accumulate(begin: Any, end: Any, body: Callable[[Any, Any], Any], acc: Any) -> Any:
     """Runs `lax.fori_loop` over an accumulator."""
-    if interpret:
+    if mosaic.is_interpreted():
 
         @pl.loop(begin, end)
         def _(i: Any) -> None:
@@ -64,18 +62,18 @@ def pad(values: jax.Array, width: int) -> jax.Array:
     return jnp.concatenate([values, zeros(width - columns, values.dtype)], axis=1)
 
 
-def wait(pending: int, *, interpret: bool) -> None:
+def wait(pending: int) -> None:
     """Waits until no more than `pending` of this warpgroup's WGMMA groups are in flight."""
-    if not interpret:
+    if not mosaic.is_interpreted():
         plgpu.wgmma_wait(pending)
         return
     # The interpreter multiplies at once and ignores waits; tests watch for this read instead.
     pl.run_scoped(lambda acc: plgpu.wgmma_accumulator_load(acc, wait_n=pending), plgpu.ACC((64, 8)))
 
 
-def after_wait(acc: Any, *, interpret: bool) -> jax.Array:
+def after_wait(acc: Any) -> jax.Array:
     """Returns the value of `acc` after the wait for its WGMMAs; no use moves before the wait."""
-    if interpret:
+    if mosaic.is_interpreted():
         if isinstance(acc, tuple):
             return jnp.concatenate([part[...] for part in acc], axis=1)
         return acc if isinstance(acc, jax.Array) else acc[...]
@@ -87,12 +85,12 @@ def after_wait(acc: Any, *, interpret: bool) -> jax.Array:
     return pin(acc)
 
 
-def undefined(columns: int, *, interpret: bool) -> jax.Array:
+def undefined(columns: int) -> jax.Array:
     """Makes [64, columns] f32 without a defined value, for `add_product` with a false `is_defined`.
 
     A finished accumulator in its place would keep its registers occupied until that product.
     """
-    if interpret:
+    if mosaic.is_interpreted():
         return jnp.full((64, columns), jnp.nan, jnp.float32)
 
     @plgpu.inline_mgpu(return_type=accumulator_type(columns))
@@ -103,21 +101,14 @@ def undefined(columns: int, *, interpret: bool) -> jax.Array:
 
 
 def wgmma(
-    acc: Any,
-    a: Any,
-    b_t: Any,
-    *,
-    overwrite: bool,
-    k: int = 64,
-    a_is_transposed: bool = True,
-    interpret: bool,
+    acc: Any, a: Any, b_t: Any, *, overwrite: bool, k: int = 64, a_is_transposed: bool = True
 ) -> Any:
     """Issues acc + a.T[:, :k] @ b_t[:, :k].T (`overwrite`: without acc) as one WGMMA group.
 
     `acc` is [64, columns] f32, or from `with_accumulator`; `a` [64, 64] and `b_t` [columns, 64] are
     operand tiles; `k` is a multiple of 16. Without `a_is_transposed`, `a` is rows by k.
     """
-    if interpret:  # rows past k are zero
+    if mosaic.is_interpreted():  # rows past k are zero
         plgpu.wgmma(acc, a.transpose((1, 0)) if a_is_transposed else a, b_t.transpose((1, 0)))
         return acc
 
@@ -143,14 +134,7 @@ def wgmma(
 
 
 def wgmma_blocks(
-    acc: Any,
-    a: Any,
-    b_t: Any,
-    *,
-    overwrite: bool,
-    k: int = 64,
-    block_bytes: int = 0,
-    interpret: bool,
+    acc: Any, a: Any, b_t: Any, *, overwrite: bool, k: int = 64, block_bytes: int = 0
 ) -> Any:
     """Like `wgmma`, for an operand of column blocks [64 / width, 64, width], k by rows, side by
     side.
@@ -159,7 +143,7 @@ def wgmma_blocks(
     each block. `b_t` may be [depth / 64, columns, 64] for blocks of more or fewer than 64 rows, of
     `block_bytes` each.
     """
-    if interpret:
+    if mosaic.is_interpreted():
         for i, part in enumerate(acc):
             block = min(i, a.shape[0] - 1)
             if len(b_t.shape) == 2:
@@ -198,9 +182,7 @@ def wgmma_blocks(
     return issue(a, b_t, *accumulator)
 
 
-def product(
-    q: Any, k: Any, depth: int, *, columns: int | None = None, interpret: bool
-) -> jax.Array:
+def product(q: Any, k: Any, depth: int, *, columns: int | None = None) -> jax.Array:
     """Issues q @ k[:columns].T, [64, columns] f32, as one WGMMA group; read it by `wait`,
     `after_wait`.
 
@@ -209,7 +191,7 @@ def product(
     """
     blocks, k_rows, _ = k.shape
     columns = columns or k_rows
-    if interpret:
+    if mosaic.is_interpreted():
 
         def multiply(acc: Any) -> jax.Array:
             for i in range(blocks):  # columns past the depth are zero
@@ -245,7 +227,6 @@ def add_product(
     columns: int | None = None,
     is_defined: Any = None,
     begin: int = 0,
-    interpret: bool,
 ) -> jax.Array:
     """Issues acc + p @ v[begin : begin + depth], [64, columns] f32, as one WGMMA group.
 
@@ -262,7 +243,7 @@ def add_product(
     depth = p.shape[1]
     columns = columns or (0 if acc is None else acc.shape[1])
     blocks, v_rows, _ = v.shape
-    if interpret:
+    if mosaic.is_interpreted():
         staging[:, :depth] = p
         plgpu.commit_smem()
         products = []
@@ -304,15 +285,13 @@ def add_product(
     return issue(v, *values)
 
 
-def add_tile_product(
-    total: Any, d_scores: Any, keys: Any, *, is_transposed: bool = False, interpret: bool
-) -> Any:
+def add_tile_product(total: Any, d_scores: Any, keys: Any, *, is_transposed: bool = False) -> Any:
     """Issues total + d_scores @ keys as one WGMMA group; `is_transposed`: d_scores.T.
 
     `total` is [64, columns] f32, or None for zero; or the interpreter's accumulators, one for each
     column block. `d_scores` [64, 64] and `keys` [column blocks, 64, 64] are operand tiles.
     """
-    if interpret:
+    if mosaic.is_interpreted():
         first = d_scores.transpose((1, 0)) if is_transposed else d_scores
         for i, part in enumerate(total):
             plgpu.wgmma(part, first, keys.at[i])

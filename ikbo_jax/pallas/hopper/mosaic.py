@@ -23,7 +23,15 @@ from ikbo_jax.problems.hopper import BLOCK_K
 
 #: Bytes of a shared memory row under the widest swizzle, which every operand tile here uses.
 SWIZZLE = 128
+#: Context in which kernels run on a CPU, with the value `plgpu.InterpretGPUParams`; kernels with
+#: named barriers need its `inline_mgpu="_hack_model_inline_mgpu_tokamax"`. False: for the device.
+interpreted = jax.make_user_context(False)
 _SCALAR = plgpu.ShapeDtypeStruct((), jnp.int32, layout=plgpu.Layout.WG_SPLAT(()))
+
+
+def is_interpreted() -> bool:
+    """Whether kernels that are traced now are for the interpreter."""
+    return bool(interpreted.value)
 
 
 def _cache_ptxas_version() -> None:
@@ -76,7 +84,7 @@ def operand_transforms(dtype: Any) -> tuple[Any, Any]:
     return tiling((8, swizzle_columns(dtype))), swizzle(SWIZZLE)
 
 
-def operand_tile(shape: tuple[int, ...], dtype: Any, *, interpret: bool) -> Any:
+def operand_tile(shape: tuple[int, ...], dtype: Any) -> Any:
     """Declares shared memory [..., rows, 64] that TMA writes and WGMMA reads, or the reverse.
 
     WGMMA and stmatrix address groups of 8 rows. TMA rejects this tiling if the array's rows are not
@@ -87,7 +95,7 @@ def operand_tile(shape: tuple[int, ...], dtype: Any, *, interpret: bool) -> Any:
     if shape[-1] != swizzle_columns(dtype) or shape[-2] % 8:
         columns = swizzle_columns(dtype)
         raise ValueError(f"an operand tile needs {columns} columns and 8n rows, got {shape}")
-    if interpret:
+    if is_interpreted():
         return plgpu.SMEM(shape, dtype)
     tiling, swizzle = operand_transforms(dtype)
     return plgpu.RefUnion(
@@ -96,15 +104,17 @@ def operand_tile(shape: tuple[int, ...], dtype: Any, *, interpret: bool) -> Any:
     )
 
 
-def tile_views(ref: Any, *, interpret: bool) -> tuple[Any, Any]:
+def tile_views(ref: Any) -> tuple[Any, Any]:
     """Returns (view for WGMMA and register stores, view for TMA) of an `operand_tile`."""
-    matrix_view, copy_view = (ref, ref) if interpret else ref
+    matrix_view, copy_view = (ref, ref) if is_interpreted() else ref
     return matrix_view, copy_view
 
 
-def column_blocks(shape: tuple[int, ...], dtype: Any, *, interpret: bool) -> Any:
+def column_blocks(shape: tuple[int, ...], dtype: Any) -> Any:
     """Declares shared memory [..., rows, width] with swizzled rows of 32, 64 or 128 bytes."""
-    return plgpu.SMEM(shape, dtype, transforms=() if interpret else (row_swizzle(shape, dtype),))
+    return plgpu.SMEM(
+        shape, dtype, transforms=() if is_interpreted() else (row_swizzle(shape, dtype),)
+    )
 
 
 def row_swizzle(shape: tuple[int, ...], dtype: Any) -> Any:
@@ -121,12 +131,12 @@ def block_columns(block: int, width: int, worker: Any) -> Any:
     return pl.ds(begin, BLOCK_K)
 
 
-def on_warps(bodies: Sequence[tuple[Callable[[], None], int]], *, interpret: bool) -> None:
+def on_warps(bodies: Sequence[tuple[Callable[[], None], int]]) -> None:
     """Runs each body on a number of warps of this warpgroup, from the first warp on.
 
     The interpreter runs the first body as the warpgroup: its thread pool is small.
     """
-    if interpret:
+    if is_interpreted():
         bodies[0][0]()
         return
 
@@ -143,9 +153,9 @@ def on_warps(bodies: Sequence[tuple[Callable[[], None], int]], *, interpret: boo
     run()
 
 
-def synchronise_warp(*, interpret: bool) -> None:
+def synchronise_warp() -> None:
     """Orders accesses to shared memory among the lanes of a warp, which may diverge."""
-    if interpret:
+    if is_interpreted():
         return
 
     @plgpu.inline_mgpu()
@@ -155,12 +165,12 @@ def synchronise_warp(*, interpret: bool) -> None:
     synchronise()
 
 
-def fence_accesses(*, interpret: bool) -> None:
+def fence_accesses() -> None:
     """Orders this thread's accesses to shared memory before TMA's, once an arrival tells of them.
 
     `plgpu.commit_smem` also waits for the other threads of the warpgroup.
     """
-    if interpret:
+    if is_interpreted():
         plgpu.commit_smem()
         return
 
@@ -171,11 +181,9 @@ def fence_accesses(*, interpret: bool) -> None:
     fence()
 
 
-def copy_words(
-    source: Any, begin: Any, target: Any, at: Any, count: int, *, interpret: bool
-) -> None:
+def copy_words(source: Any, begin: Any, target: Any, at: Any, count: int) -> None:
     """Copies at most 32 words from device to shared memory, one by each lane of a warp."""
-    if interpret:
+    if is_interpreted():
         for i in range(count):
             row, column = (lax.div(begin + i, source.shape[1]), lax.rem(begin + i, source.shape[1]))
             place = (lax.div(at + i, target.shape[1]), lax.rem(at + i, target.shape[1]))
@@ -195,12 +203,12 @@ def copy_words(
     copy(source, begin, target, at)
 
 
-def opaque(value: Any, *, interpret: bool) -> Any:
+def opaque(value: Any) -> Any:
     """Hides an int32 scalar from LLVM, so that LLVM hoists no computation on it.
 
     Values that LLVM computes once for all tiles occupy registers, of which a consumer has too few.
     """
-    if interpret:
+    if is_interpreted():
         return value
 
     @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WG_SPLAT(()),), return_type=_SCALAR)
@@ -211,13 +219,13 @@ def opaque(value: Any, *, interpret: bool) -> Any:
     return hide(value)
 
 
-def warpgroup_index(axis_name: str, *, interpret: bool) -> Any:
+def warpgroup_index() -> Any:
     """Computes `lax.axis_index` of the warpgroups from the thread's number at each use.
 
     LLVM would keep `lax.axis_index` from the kernel's beginning on, in a register or spilled.
     """
-    if interpret:
-        return lax.axis_index(axis_name)
+    if is_interpreted():
+        return lax.axis_index("warpgroup")
 
     @plgpu.inline_mgpu(return_type=_SCALAR)
     def read(_: Any) -> mgpu.FragmentedArray:
@@ -231,17 +239,17 @@ def warpgroup_index(axis_name: str, *, interpret: bool) -> Any:
     return read()
 
 
-def device_counter(*, interpret: bool) -> Any:
+def device_counter() -> Any:
     """Allocates a device-wide counter, zero when the kernel starts; None under interpretation."""
-    return None if interpret else pl.get_global(plgpu.SemaphoreType.REGULAR)
+    return None if is_interpreted() else pl.get_global(plgpu.SemaphoreType.REGULAR)
 
 
-def next_ticket(counter: Any, i: Any, *, interpret: bool) -> Any:
+def next_ticket(counter: Any, i: Any) -> Any:
     """Returns the counter's value and adds one to the counter; for a single warp.
 
     Under interpretation, the `i`-th ticket of the only CTA is number `i`.
     """
-    if interpret:
+    if is_interpreted():
         return i
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=_SCALAR)
@@ -258,9 +266,9 @@ def next_ticket(counter: Any, i: Any, *, interpret: bool) -> Any:
     return take(counter)
 
 
-def signal(counter: Any, *, interpret: bool) -> None:
+def signal(counter: Any) -> None:
     """Adds one to the counter, after all writes of this warpgroup to device memory."""
-    if interpret:
+    if is_interpreted():
         return
 
     @plgpu.inline_mgpu()
@@ -272,9 +280,9 @@ def signal(counter: Any, *, interpret: bool) -> None:
     plgpu.semaphore_signal(counter, memory_scope="gpu")
 
 
-def wait(counter: Any, value: int, *, interpret: bool) -> None:
+def wait(counter: Any, value: int) -> None:
     """Waits until the counter is `value`; later reads see all writes before its signals."""
-    if not interpret:
+    if not is_interpreted():
         plgpu.semaphore_wait(counter, value, decrement=False, memory_scope="gpu")
 
 

@@ -24,14 +24,14 @@ def column_blocks(values: jax.Array, blocks: int) -> list[jax.Array]:
     return [lax.slice(values, (0, i), (WGMMA_M, i + BLOCK_K)) for i in range(0, width, BLOCK_K)]
 
 
-def stage_rows(tiles: Any, values: jax.Array, *, reads_late: bool = False, interpret: bool) -> None:
+def stage_rows(tiles: Any, values: jax.Array, *, reads_late: bool = False) -> None:
     """Writes [64, width] of 16 bits to operand tiles [column blocks, 64, 64], zeros past width.
 
     An assignment in Pallas would also read the old values. With `reads_late`, addresses derive from
     `stores.late_thread_number`.
     """
     blocks = tiles.shape[0]
-    if interpret:
+    if mosaic.is_interpreted():
         for i, columns in enumerate(column_blocks(values, blocks)):
             tiles[i, :, :] = columns
         return
@@ -54,9 +54,9 @@ def stage_rows(tiles: Any, values: jax.Array, *, reads_late: bool = False, inter
     write(tiles, values)
 
 
-def read_rows(tiles: Any, *, interpret: bool) -> jax.Array:
+def read_rows(tiles: Any) -> jax.Array:
     """Reads an operand tile [64, 64] of 16 bits in an accumulator's layout."""
-    if interpret:
+    if mosaic.is_interpreted():
         return tiles[...]
     shape, dtype = (WGMMA_M, BLOCK_K), tiles.dtype
 
@@ -118,10 +118,10 @@ def _matrices(
         yield mgpu.utils.getelementptr(base, [offset], byte)
 
 
-def zero_rows(tiles: Any, begin: Any, *, interpret: bool) -> None:
+def zero_rows(tiles: Any, begin: Any) -> None:
     """Zeroes operand tiles [column blocks, rows, 64] of 16 bits from row `begin` on."""
     blocks, rows, width = tiles.shape
-    if interpret:
+    if mosaic.is_interpreted():
 
         @pl.loop(begin, rows)
         def _(r: Any) -> None:
@@ -154,10 +154,10 @@ def zero_rows(tiles: Any, begin: Any, *, interpret: bool) -> None:
     write(tiles, begin)
 
 
-def zero_tiles(tiles: Any, *, interpret: bool) -> None:
+def zero_tiles(tiles: Any) -> None:
     """Zeroes operand tiles [column blocks, rows, 64] of 16 bits in shared memory."""
-    if not interpret:
-        zero_rows(tiles, jnp.int32(0), interpret=interpret)
+    if not mosaic.is_interpreted():
+        zero_rows(tiles, jnp.int32(0))
         return
     for i in range(tiles.shape[0]):  # row by row would take the interpreter seconds
         tiles[i, :, :] = jnp.zeros(tiles.shape[1:], tiles.dtype)

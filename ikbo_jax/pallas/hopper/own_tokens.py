@@ -48,9 +48,9 @@ class Places(NamedTuple):
         return arith.divui(row, inline.i32(self.q_len))
 
 
-def scores(products: jax.Array, places: Places, *, interpret: bool) -> jax.Array:
+def scores(products: jax.Array, places: Places) -> jax.Array:
     """Selects each row's score, [64] f32, from products [64, places] of queries and own keys."""
-    if interpret:
+    if mosaic.is_interpreted():
         return jnp.take_along_axis(products, places.interpreted()[:, None], axis=1)[:, 0]
     row_type = plgpu.ShapeDtypeStruct((WGMMA_M,), jnp.float32, layout=stores.ROW_LAYOUT)
 
@@ -82,8 +82,6 @@ def values(
     places: Places,
     columns: int,
     blocks: Any = slice(None),
-    *,
-    interpret: bool,
 ) -> jax.Array:
     """Reads each row's own value, [64, columns] f32, from the stages from `step` on; frees them.
 
@@ -94,7 +92,7 @@ def values(
         step = step + 1
         ring.await_ready(step)
     tiles, first = ring.matrix(step).at[blocks], own.columns * (2 - own.stages)
-    if interpret:
+    if mosaic.is_interpreted():
         rows = jnp.moveaxis(tiles[...], 0, 1)
         rows = rows.reshape(rows.shape[0], -1)[:, :columns].astype(jnp.float32)
         found = jnp.take(rows, first + places.interpreted(), axis=0)

@@ -105,15 +105,14 @@ def store_words(
     )
 
 
-def gather(ref: Any, index: jax.Array, space: str, *, interpret: bool) -> jax.Array:
+def gather(ref: Any, index: jax.Array, space: str) -> jax.Array:
     """Loads ref[index], one element for each thread; `space` is "shared" or "global"."""
-    if interpret:
+    if mosaic.is_interpreted():
         return jnp.take(ref[...], index, mode="clip")
     is_float = ref.dtype == jnp.float32
 
     @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(), LAYOUT),
-        return_type=FLOAT32 if is_float else INT32,
+        arg_types=(plgpu.RefType(), LAYOUT), return_type=FLOAT32 if is_float else INT32
     )
     def load(_: Any, ref: ir.Value, index: mgpu.FragmentedArray) -> mgpu.FragmentedArray:
         element = ir.F32Type.get() if is_float else ir.IntegerType.get_signless(32)
@@ -144,18 +143,17 @@ def gather_vectors(ref: Any, index: jax.Array, space: str) -> tuple[jax.Array, .
     return load(ref, index)
 
 
-def any_of_warp(values: jax.Array, *, layout: Any = LAYOUT, interpret: bool) -> jax.Array:
+def any_of_warp(values: jax.Array, *, layout: Any = LAYOUT) -> jax.Array:
     """Whether any thread of a warp has true: a scalar that differs by warp.
 
     For branches without synchronisations. A thread has one or several bools, by `layout`.
     """
-    if interpret:
+    if mosaic.is_interpreted():
         return jnp.any(values)
     scalar_layout = plgpu.Layout.WG_SPLAT(())
 
     @plgpu.inline_mgpu(
-        arg_types=(layout,),
-        return_type=plgpu.ShapeDtypeStruct((), jnp.int32, layout=scalar_layout),
+        arg_types=(layout,), return_type=plgpu.ShapeDtypeStruct((), jnp.int32, layout=scalar_layout)
     )
     def vote(_: Any, values: mgpu.FragmentedArray) -> mgpu.FragmentedArray:
         zero = mgpu.c(0, ir.IntegerType.get_signless(32))
@@ -168,26 +166,18 @@ def any_of_warp(values: jax.Array, *, layout: Any = LAYOUT, interpret: bool) -> 
 
 
 def scatter(
-    ref: Any,
-    index: jax.Array,
-    values: jax.Array,
-    is_wanted: jax.Array,
-    *,
-    space: str = "shared",
-    interpret: bool,
+    ref: Any, index: jax.Array, values: jax.Array, is_wanted: jax.Array, *, space: str = "shared"
 ) -> None:
     """ref[index] = values, for each thread that wants it; `space` is "shared" or "global"."""
-    if interpret:
+    if mosaic.is_interpreted():
         _one_by_one(ref, index, values, is_wanted, lambda old, new: new)
     else:
         _each(f"st.{space}.b32 [$0], $1;", ref, index, values, is_wanted)
 
 
-def add(
-    ref: Any, index: jax.Array, values: jax.Array, is_wanted: jax.Array, *, interpret: bool
-) -> None:
+def add(ref: Any, index: jax.Array, values: jax.Array, is_wanted: jax.Array) -> None:
     """ref[index] += values in shared memory, for each thread that wants it; threads may collide."""
-    if interpret:
+    if mosaic.is_interpreted():
         _one_by_one(ref, index, values, is_wanted, lambda old, new: old + new)
     else:
         _each("red.shared.add.u32 [$0], $1;", ref, index, values, is_wanted)
@@ -272,7 +262,6 @@ class Threads:
 
     warpgroups: int
     warpgroup: Any
-    interpret: bool
 
     @property
     def count(self) -> int:
@@ -294,19 +283,19 @@ class Threads:
             mosaic.named_barrier("sync", jnp.int32(_CTA_BARRIER), self.count)
 
     def read(self, ref: Any, index: jax.Array, space: str = "shared") -> jax.Array:
-        return gather(ref, index, space, interpret=self.interpret)
+        return gather(ref, index, space)
 
     def write(self, ref: Any, index: jax.Array, values: jax.Array, is_wanted: jax.Array) -> None:
         """Stores values to device memory, for each thread that wants it."""
-        scatter(ref, index, values, is_wanted, space="global", interpret=self.interpret)
+        scatter(ref, index, values, is_wanted, space="global")
 
     def keep(self, ref: Any, index: jax.Array, values: jax.Array, is_wanted: jax.Array) -> None:
         """Stores values in shared memory, for each thread that wants it."""
-        scatter(ref, index, values, is_wanted, interpret=self.interpret)
+        scatter(ref, index, values, is_wanted)
 
     def add(self, ref: Any, index: jax.Array, values: jax.Array, is_wanted: jax.Array) -> None:
         """Adds values to numbers in shared memory; threads may collide."""
-        add(ref, index, values, is_wanted, interpret=self.interpret)
+        add(ref, index, values, is_wanted)
 
     def rounds(
         self, count: int, *, unroll: int = UNROLL
@@ -344,7 +333,7 @@ class Threads:
         self, values: Sequence[jax.Array], scratch: Any, at: int, neutral: int
     ) -> list[jax.Array]:
         combine = jnp.maximum if neutral else jnp.add
-        if self.interpret:
+        if mosaic.is_interpreted():
             lane = jnp.arange(WARPGROUP_SIZE, dtype=jnp.int32)
             is_before, reduce = lane[None] < lane[:, None], jnp.max if neutral else jnp.sum
             earlier = (jnp.where(is_before, x[None], neutral) for x in values)
@@ -369,7 +358,7 @@ class Threads:
         return self._total(values, scratch, at, 0)
 
     def _total(self, values: jax.Array, scratch: Any, at: int, neutral: int) -> jax.Array:
-        if self.interpret:
+        if mosaic.is_interpreted():
             return jnp.max(values) if neutral else jnp.sum(values, dtype=jnp.int32)
         _keep_totals([_scan_warp(values, neutral)[1]], scratch, at, self)
         self.commit()
@@ -383,7 +372,7 @@ def sums_by_warp(values: Sequence[jax.Array], scratch: Any) -> None:
 
     `scratch` is shared memory. The warpgroup's threads see the sums after `commit_smem`.
     """
-    _keep_totals([_scan_warp(x, 0)[1] for x in values], scratch, 0, Threads(1, 0, False))
+    _keep_totals([_scan_warp(x, 0)[1] for x in values], scratch, 0, Threads(1, 0))
 
 
 def _keep_totals(totals: Sequence[jax.Array], scratch: Any, at: int, threads: Threads) -> None:
@@ -392,7 +381,7 @@ def _keep_totals(totals: Sequence[jax.Array], scratch: Any, at: int, threads: Th
     warp, is_first = lax.div(thread, lanes), lax.rem(thread, lanes) == 0
     for i, total in enumerate(totals):
         where = warp + (at + i * threads.warps)
-        scatter(scratch, where, total, is_first, interpret=False)
+        scatter(scratch, where, total, is_first)
 
 
 def _scan_warp(values: jax.Array, neutral: int) -> tuple[jax.Array, jax.Array]:

@@ -11,7 +11,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 
-from ikbo_jax.pallas.hopper import per_thread, stores
+from ikbo_jax.pallas.hopper import mosaic, per_thread, stores
 from ikbo_jax.pallas.hopper.per_thread import FLOAT32, INT32, LAYOUT
 from ikbo_jax.problems.hopper import WARPGROUP_SIZE
 
@@ -24,7 +24,6 @@ class Rows(NamedTuple):
 
     ref: Any
     words: int
-    interpret: bool
 
     @property
     def dtype(self) -> Any:
@@ -37,7 +36,7 @@ class Rows(NamedTuple):
 
     def load(self, places: Sequence[tuple[jax.Array, jax.Array]]) -> list[Words]:
         """Issues all loads of one vector of a thread for each (row, number of the vector)."""
-        if self.interpret:
+        if mosaic.is_interpreted():
             return [self._interpreted(*place) for place in places]
 
         @plgpu.inline_mgpu(
@@ -56,7 +55,7 @@ class Rows(NamedTuple):
 
     def floats(self, words: Words) -> tuple[jax.Array, ...]:
         """Converts a vector's words to f32."""
-        if self.interpret:
+        if mosaic.is_interpreted():
             return words
 
         @plgpu.inline_mgpu(arg_types=(LAYOUT,) * self.words, return_type=(FLOAT32,) * self.numbers)
@@ -76,7 +75,7 @@ class Rows(NamedTuple):
         streams: bool = False,
     ) -> None:
         """Stores a vector of each thread that wants it; if it streams, L2 evicts it first."""
-        if self.interpret:
+        if mosaic.is_interpreted():
 
             @pl.loop(0, WARPGROUP_SIZE)
             def _(thread: Any) -> None:
@@ -103,7 +102,7 @@ class Rows(NamedTuple):
 
     def rounded(self, numbers: Sequence[jax.Array]) -> Words:
         """Rounds f32 numbers of a vector; returns its words."""
-        if self.interpret:
+        if mosaic.is_interpreted():
             return tuple(numbers)
 
         @plgpu.inline_mgpu(arg_types=(LAYOUT,) * self.numbers, return_type=(INT32,) * self.words)

@@ -14,16 +14,16 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, vector
 
-from ikbo_jax.pallas.hopper import inline, mma, per_thread, stores
+from ikbo_jax.pallas.hopper import inline, mma, mosaic, per_thread, stores
 from ikbo_jax.problems.hopper import WGMMA_M
 
 #: Parts of `ends`: the range of keys that a query sees, and the gap in it.
 RANGE, GAP = range(2)
 
 
-def all_bits(columns: int, *, interpret: bool) -> jax.Array:
+def all_bits(columns: int) -> jax.Array:
     """Makes the bits of scores [64, columns] that all count; under interpretation, bools."""
-    return jnp.ones((WGMMA_M, columns), bool) if interpret else per_thread.same(-1)
+    return jnp.ones((WGMMA_M, columns), bool) if mosaic.is_interpreted() else per_thread.same(-1)
 
 
 def restrict(
@@ -35,7 +35,6 @@ def restrict(
     columns: int,
     *,
     queries_are_rows: bool,
-    interpret: bool,
 ) -> jax.Array:
     """Clears the bits of keys outside their queries' ranges, or inside their gaps.
 
@@ -43,7 +42,7 @@ def restrict(
     reverse. `ends` [2, queries, 2] int32 has begin and end of each query's `RANGE` and `GAP`, and
     `part` says which.
     """
-    if interpret:
+    if mosaic.is_interpreted():
         shape = (WGMMA_M, columns) if queries_are_rows else (columns, WGMMA_M)
         keys = jnp.arange(shape[1], dtype=jnp.int32)[None] + key
         begin, end = (ends[part, pl.ds(query, shape[0]), i][:, None] for i in range(2))
@@ -87,16 +86,11 @@ def restrict(
 
 
 def keep(
-    bits: jax.Array,
-    values: Sequence[jax.Array],
-    fills: Sequence[float],
-    begin: int,
-    *,
-    interpret: bool,
+    bits: jax.Array, values: Sequence[jax.Array], fills: Sequence[float], begin: int
 ) -> tuple[jax.Array, ...]:
     """Replaces values [64, columns] f32, from column `begin` on, whose bit is clear, by fills."""
     columns = values[0].shape[1]
-    if interpret:
+    if mosaic.is_interpreted():
         kept = bits[:, begin : begin + columns]
         return tuple(jnp.where(kept, x, jnp.float32(y)) for x, y in zip(values, fills, strict=True))
     accumulator = mma.accumulator_type(columns)

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -45,7 +46,6 @@ def store_staged_rows(
     end: Any,
     *,
     order: RowOrder | None = None,
-    interpret: bool,
 ) -> None:
     """Stores row r of `tiles` to output[first_row + r, head] for r in [begin, end), in a loop.
 
@@ -55,7 +55,7 @@ def store_staged_rows(
     """
     _, heads, width = output.shape
     blocks, height, columns = tiles.shape
-    if interpret:
+    if mosaic.is_interpreted():
 
         @pl.loop(begin, end)
         def _(r: Any) -> None:
@@ -231,27 +231,23 @@ def store_rows(
     head: Any,
     begin: Any,
     end: Any,
-    staging: Any,
     *,
     order: RowOrder | None = None,
-    interpret: bool,
 ) -> None:
     """Stores values[r] to output[first_row + r, head] for r in [begin, end), from registers.
 
-    `values` are [64, width], or [64] f32. `staging` is shared memory for the interpreter; other
-    arguments are as for `store_staged_rows`.
+    `values` are [64, width], or [64] f32; other arguments are as for `store_staged_rows`.
     """
     _, heads, *widths = output.shape
     width = widths[0] if widths else 1
     is_f32 = output.dtype == jnp.float32
-    if interpret:
-        columns = (slice(width),) if widths else ()
-        staging[:, *columns] = values
+    if mosaic.is_interpreted():
 
         @pl.loop(begin, end)
         def _(r: Any) -> None:
             place = (first_row + r, head) if order is None else order.read(first_row + r, head)
-            output[*place] = staging[r, *columns]
+            row = lax.dynamic_index_in_dim(values, r, keepdims=False)
+            output[*place] = row[:width] if widths else row
 
         return
 
@@ -284,21 +280,18 @@ def store_rows(
     write(output, values, *tables, first_row, head, begin, end)
 
 
-def store_transposed(
-    output: Any, values: jax.Array, row: Any, column: Any, staging: Any, *, interpret: bool
-) -> None:
+def store_transposed(output: Any, values: jax.Array, row: Any, column: Any) -> None:
     """Stores values[i, j] to output[row + j, column + i], from registers; both are f32.
 
-    Stores fill sectors if `column` and the output's width are multiples of 8. `staging` [64, width]
-    is shared memory for the interpreter.
+    Stores fill sectors if `column` and the output's width are multiples of 8.
     """
     width, columns = values.shape[1], output.shape[1]
-    if interpret:
-        staging[...] = values
+    if mosaic.is_interpreted():
 
         @pl.loop(0, WGMMA_M)
         def _(i: Any) -> None:
-            output[pl.ds(row, width), column + i] = staging[i]
+            row_values = lax.dynamic_index_in_dim(values, i, keepdims=False)
+            output[pl.ds(row, width), column + i] = row_values
 
         return
     scalar = plgpu.Layout.WG_SPLAT(())
@@ -348,9 +341,7 @@ def store_staged(
 
     def by_threads() -> None:
         for (matrix_view, _), output in zip(staged, outputs, strict=True):
-            store_staged_rows(
-                output, matrix_view, *position, *rows, order=order, interpret=ctx.interpret
-            )
+            store_staged_rows(output, matrix_view, *position, *rows, order=order)
         plgpu.commit_smem()  # TMA will write operands where these threads have read
 
     if order is not None:

@@ -34,6 +34,6 @@ def await_scores(ctx: Any, pending: int = 1) -> None:
     """
     if not ctx.config.late_turns:
         hand_over(ctx)
-    mma.wait(pending, interpret=ctx.interpret)
+    mma.wait(pending)
     if ctx.config.late_turns:
         hand_over(ctx)

@@ -75,9 +75,9 @@ class Visible(NamedTuple):
             jnp.where(is_inside, values, other) if inside else jnp.where(is_inside, other, values)
         )
 
-    def zero_rest(self, tiles: Any, *, interpret: bool) -> None:
+    def zero_rest(self, tiles: Any) -> None:
         """Zeroes the rows of operand tiles from `end` on; a `commit_smem` must follow."""
-        operand_tiles.zero_rows(tiles, self.end, interpret=interpret)
+        operand_tiles.zero_rows(tiles, self.end)
 
 
 def ranges_and_gaps(intervals: jax.Array) -> jax.Array:

@@ -61,7 +61,7 @@ def _first_pass(
     `first` and `step` number the tile's first block of rows and k step of weights. Statistics of
     several groups of columns stay in shared memory.
     """
-    shape, interpret = ctx.shape, ctx.interpret
+    shape = ctx.shape
     ring, weight, gate = ctx.shared.rows, ctx.shared.weight, shape.gate
     of_group, multiplies = shape.blocks // gate.groups, gate.concat or not shape.is_gated
     has_norm = gate.norm.kind is not None
@@ -72,22 +72,22 @@ def _first_pass(
         if multiplies:
             await_weight(step + k)
             right = weight.matrix(step + k)
-            acc = mma.add_tile_product(acc, tiles, right, interpret=interpret)
+            acc = mma.add_tile_product(acc, tiles, right)
         if is_first:
             free_last()
         elif multiplies:
-            mma.wait(1, interpret=interpret)
+            mma.wait(1)
             free(k - 1)
         if not has_norm:
             return acc, sums
         if is_first or gate.groups > 1:
-            fresh = rows.begin_sums(tiles, gate.norm.kind, interpret=interpret)
+            fresh = rows.begin_sums(tiles, gate.norm.kind)
             select = functools.partial(lax.select, lax.rem(k, of_group) == 0)
             sums = fresh if is_first else jax.tree.map(select, fresh, sums)
-        sums = rows.add_sums(sums, tiles, columns, interpret=interpret)
+        sums = rows.add_sums(sums, tiles, columns)
         if gate.groups > 1:
             pl.when(lax.rem(k, of_group) == of_group - 1)(lambda: keep(lax.div(k, of_group), sums))
-        mosaic.fence_accesses(interpret=interpret)
+        mosaic.fence_accesses()
         if not multiplies:
             ring.release(first + k)
         return acc, sums
@@ -103,7 +103,7 @@ def _first_pass(
 
     def statistics(sums: rows.Sums) -> rows.Statistics:
         size = shape.columns // gate.groups
-        return rows.statistics(sums, size, gate.norm.eps, interpret=interpret)
+        return rows.statistics(sums, size, gate.norm.eps)
 
     def keep(group: Any, sums: rows.Sums) -> None:
         for i, values in enumerate(statistics(sums)):
@@ -113,16 +113,16 @@ def _first_pass(
 
     whole, rest = divmod(shape.columns, BLOCK_K)  # no rest if there are several groups
     acc, sums = add(jnp.int32(0), acc, None, BLOCK_K if whole else rest, is_first=True)
-    if interpret:  # the accumulator is a reference
+    if ctx.interpret:  # the accumulator is a reference
         sums = lax.fori_loop(1, max(whole, 1), lambda k, sums: add(k, acc, sums)[1], sums)
     else:
         acc, sums = lax.fori_loop(1, max(whole, 1), lambda k, x: add(k, *x), (acc, sums))
     if whole and rest:
         acc, sums = add(jnp.int32(whole), acc, sums, rest)
     if not shape.is_gated:
-        mma.wait(0, interpret=interpret)
+        mma.wait(0)
         free(shape.blocks - 1)
-        acc = mma.after_wait(acc, interpret=interpret)
+        acc = mma.after_wait(acc)
     return acc, statistics(sums) if has_norm and gate.groups == 1 else None
 
 
@@ -131,28 +131,22 @@ def _statistics(ctx: GatedLinearContext, k: Any) -> rows.Statistics:
     gate = ctx.shape.gate
     group = lax.div(k, ctx.shape.blocks // gate.groups)
     mean, scale = (
-        rows.load_statistic(
-            ctx.shared.statistics.at[group, i], ctx.consumer, interpret=ctx.interpret
-        )
-        for i in range(2)
+        rows.load_statistic(ctx.shared.statistics.at[group, i], ctx.consumer) for i in range(2)
     )
     return rows.Statistics(None if gate.norm.kind == "rms" else mean, scale)
 
 
 def _gated(ctx: GatedLinearContext, block: Any, k: Any, of_rows: rows.Statistics) -> jax.Array:
     """Forms block `k` of u · norm(a), [64, 64], of blocks `block` and `block + 1` of the ring."""
-    interpret, operands = ctx.interpret, ctx.operands
-    u, a = (
-        operand_tiles.read_rows(ctx.rows_of(block + i), interpret=interpret).astype(jnp.float32)
-        for i in range(2)
-    )
+    operands = ctx.operands
+    u, a = (operand_tiles.read_rows(ctx.rows_of(block + i)).astype(jnp.float32) for i in range(2))
     if of_rows.mean is not None:
         a -= lax.broadcast_in_dim(of_rows.mean, a.shape, (0,))
     a *= lax.broadcast_in_dim(of_rows.scale, a.shape, (0,))
     if operands.scale is not None:
-        a *= rows.of_columns(operands.scale, k * BLOCK_K, BLOCK_K, interpret=interpret)
+        a *= rows.of_columns(operands.scale, k * BLOCK_K, BLOCK_K)
     if operands.bias is not None:
-        a += rows.of_columns(operands.bias, k * BLOCK_K, BLOCK_K, interpret=interpret)
+        a += rows.of_columns(operands.bias, k * BLOCK_K, BLOCK_K)
     return (u * a).astype(operands.u.dtype)
 
 
@@ -160,7 +154,7 @@ def _second_pass(
     ctx: GatedLinearContext, first: Any, step: Any, acc: Any, of_rows: rows.Statistics | None
 ) -> Any:
     """Multiplies `u` if the gate concatenates, and u · norm(a); returns the accumulator."""
-    shape, interpret = ctx.shape, ctx.interpret
+    shape = ctx.shape
     ring, weight, concat = ctx.shared.rows, ctx.shared.weight, shape.gate.concat
 
     def add_pair(k: Any, acc: Any, *, is_first: bool = False) -> Any:
@@ -170,40 +164,40 @@ def _second_pass(
         if concat:
             weight.await_ready(at)
             right = weight.matrix(at)
-            acc = mma.add_tile_product(acc, ctx.rows_of(u), right, interpret=interpret)
+            acc = mma.add_tile_product(acc, ctx.rows_of(u), right)
         # No WGMMA reads u · norm(a) of the last step any more: its registers are taken again.
-        mma.wait(int(concat), interpret=interpret)
+        mma.wait(int(concat))
         if concat or not is_first:
             weight.release(at - 1)
         if concat and is_first:
             ring.release(u - 1)
         ring.await_ready(u + 1)
         gated = _gated(ctx, u, k, of_rows or _statistics(ctx, k))
-        mosaic.fence_accesses(interpret=interpret)
+        mosaic.fence_accesses()
         weight.await_ready(at + int(concat))
         acc = _add_gated(ctx, acc, gated, weight.matrix(at + int(concat)))
         if concat:
-            mma.wait(1, interpret=interpret)
+            mma.wait(1)
             weight.release(at)
         for block in (u, u + 1):
             ring.release(block)
         return acc
 
     acc = add_pair(jnp.int32(0), acc, is_first=True)
-    acc = mma.accumulate(1, shape.blocks, add_pair, acc, interpret=interpret)
-    mma.wait(0, interpret=interpret)
+    acc = mma.accumulate(1, shape.blocks, add_pair, acc)
+    mma.wait(0)
     weight.release(step + shape.k_steps - 1)
-    return mma.after_wait(acc, interpret=interpret)
+    return mma.after_wait(acc)
 
 
 def _add_gated(ctx: GatedLinearContext, acc: Any, gated: jax.Array, weight: Any) -> Any:
     """Issues acc + gated @ weight, from registers; the interpreter stages `gated`."""
     if not ctx.interpret:
         columns = ctx.shape.tile_blocks * BLOCK_K
-        return mma.add_product(acc, gated, weight, None, columns=columns, interpret=False)
+        return mma.add_product(acc, gated, weight, None, columns=columns)
     ctx.staging()[...] = gated
     plgpu.commit_smem()
-    return mma.add_tile_product(acc, ctx.staging(), weight, interpret=True)
+    return mma.add_tile_product(acc, ctx.staging(), weight)
 
 
 def _store(
@@ -213,7 +207,7 @@ def _store(
 
     `scale` multiplies the accumulator's rows before. All blocks but the last one are freed.
     """
-    ring, interpret, (output,) = ctx.shared.rows, ctx.interpret, ctx.outputs
+    ring, (output,) = ctx.shared.rows, ctx.outputs
     shape, shared = ctx.shape, ctx.operands.shared
     group: Any = 0
     if shared is not None:
@@ -227,11 +221,11 @@ def _store(
             values *= lax.broadcast_in_dim(scale, values.shape, (0,))
         if shared is not None:
             column = group * (shape.column_tiles * shape.tile_blocks * BLOCK_K) + tile.column
-            values += rows.of_columns(shared, column + j * BLOCK_K, BLOCK_K, interpret=interpret)
+            values += rows.of_columns(shared, column + j * BLOCK_K, BLOCK_K)
         if ctx.operands.residual is not None:
-            values += operand_tiles.read_rows(place.at[0], interpret=interpret).astype(jnp.float32)
+            values += operand_tiles.read_rows(place.at[0]).astype(jnp.float32)
         values = values.astype(output.dtype)
-        operand_tiles.stage_rows(place, values, reads_late=True, interpret=interpret)
+        operand_tiles.stage_rows(place, values, reads_late=True)
         plgpu.commit_smem()
         target = output.at[ctx.part(tile, ctx.consumer, tile.column + j * BLOCK_K)]
         plgpu.copy_smem_to_gmem(ring.copied(first + j).at[ctx.consumer, 0], target)
@@ -260,9 +254,7 @@ def consume(ctx: GatedLinearContext) -> None:
                 return _second_pass(ctx, first, step, acc, of_rows), None
             return acc, None if of_rows is None else of_rows.scale
 
-        acc, scale = mma.with_block_accumulators(
-            multiply, shape.tile_blocks, interpret=ctx.interpret
-        )
+        acc, scale = mma.with_block_accumulators(multiply, shape.tile_blocks)
         _store(ctx, tile, acc, scale, first + shape.first_result)
         return carry
 
@@ -272,19 +264,13 @@ def consume(ctx: GatedLinearContext) -> None:
 
 
 def gated_linear_kernel(
-    arrays: GatedLinear,
-    *,
-    gate: Gate,
-    config: GatedLinearConfig,
-    num_sms: int,
-    interpret: Any = False,
+    arrays: GatedLinear, *, gate: Gate, config: GatedLinearConfig, num_sms: int
 ) -> jax.Array:
     """Computes `gated_linear`: [rows, F].
 
     Args:
       arrays: those of `gated_linear`, bf16 or f16, without a seed.
       config: legal.
-      interpret: as for `launch`.
     """
     a = arrays.a.reshape(arrays.a.shape[0], -1)
     u = None if arrays.u is None else arrays.u.reshape(a.shape)
@@ -314,6 +300,5 @@ def gated_linear_kernel(
         dtype=a.dtype,
         name="ikbo_gated_linear",
         workers=shape.workers,
-        interpret=interpret,
     )
     return found

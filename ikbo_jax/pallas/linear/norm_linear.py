@@ -41,12 +41,7 @@ from ikbo_jax.pallas.linear import row_statistics, rows
 from ikbo_jax.pallas.linear.items import ItemContext
 from ikbo_jax.problems import hopper
 from ikbo_jax.problems.hopper import BLOCK_K, NUM_CONSUMERS, TILE_ROWS, WGMMA_M
-from ikbo_jax.problems.norm_linear import (
-    BLOCK_N,
-    STATISTICS_WARPS,
-    STORE_COLUMNS,
-    NormLinearConfig,
-)
+from ikbo_jax.problems.norm_linear import BLOCK_N, STATISTICS_WARPS, STORE_COLUMNS, NormLinearConfig
 from ikbo_jax.reference.norm_linear import Norm
 
 #: Columns that are activated after a k step.
@@ -192,9 +187,7 @@ def load_statistics(ctx: NormLinearContext) -> None:
         def _() -> None:
             ring.await_free(i - 1)
             options = ctx.shape.norm, STATISTICS_WARPS
-            row_statistics.compute(
-                ctx.operands.x, item.row, target, *options, interpret=ctx.interpret
-            )
+            row_statistics.compute(ctx.operands.x, item.row, target, *options)
             for _ in range(STATISTICS_WARPS if ctx.interpret else 1):
                 plgpu.barrier_arrive(ring.ready_at(i - 1))
 
@@ -215,8 +208,7 @@ def _item_statistics(ctx: NormLinearContext, i: Any, first_block: Any) -> rows.S
     def take() -> rows.Statistics:
         ctx.shared.early.await_ready(i - 1)
         mean, scale = (
-            rows.load_statistic(ctx.shared.statistics.at[n], ctx.consumer, interpret=ctx.interpret)
-            for n in range(2)
+            rows.load_statistic(ctx.shared.statistics.at[n], ctx.consumer) for n in range(2)
         )
         return rows.Statistics(None if ctx.shape.norm.kind == "rms" else mean, scale)
 
@@ -230,13 +222,13 @@ def _rows_of(ctx: NormLinearContext, block: Any) -> Any:
 
 def _statistics(ctx: NormLinearContext, first: Any) -> rows.Statistics:
     """Computes the statistics of the consumer's rows, whose blocks are those from `first` on."""
-    shape, ring, interpret = ctx.shape, ctx.shared.rows, ctx.interpret
+    shape, ring = ctx.shape, ctx.shared.rows
     whole, rest = divmod(shape.features, BLOCK_K)
     ring.await_ready(first)
-    sums = rows.begin_sums(_rows_of(ctx, first), shape.norm.kind, interpret=interpret)
+    sums = rows.begin_sums(_rows_of(ctx, first), shape.norm.kind)
 
     def add(k: Any, sums: rows.Sums, columns: int = BLOCK_K) -> rows.Sums:
-        return rows.add_sums(sums, _rows_of(ctx, first + k), columns, interpret=interpret)
+        return rows.add_sums(sums, _rows_of(ctx, first + k), columns)
 
     def add_next(k: Any, sums: rows.Sums, columns: int = BLOCK_K) -> rows.Sums:
         ring.await_ready(first + k)
@@ -246,7 +238,7 @@ def _statistics(ctx: NormLinearContext, first: Any) -> rows.Statistics:
     sums = lax.fori_loop(1, max(whole, 1), add_next, sums)
     if whole and rest:
         sums = add_next(whole, sums, rest)
-    return rows.statistics(sums, shape.features, shape.norm.eps, interpret=interpret)
+    return rows.statistics(sums, shape.features, shape.norm.eps)
 
 
 def _multiply(
@@ -262,7 +254,7 @@ def _multiply(
     Calls one of `jobs` after each of the first k steps, while WGMMAs are in flight. Frees the rows
     if `is_last` of their tiles.
     """
-    interpret, k_steps = ctx.interpret, ctx.shape.k_steps
+    k_steps = ctx.shape.k_steps
 
     def release(k: Any) -> None:
         ctx.shared.weight.release(step + k)
@@ -272,9 +264,9 @@ def _multiply(
         before(k)
         ctx.shared.weight.await_ready(step + k)
         left, right = _rows_of(ctx, first_block + k), ctx.shared.weight.matrix(step + k)
-        acc = mma.add_tile_product(acc, left, right, interpret=interpret)
+        acc = mma.add_tile_product(acc, left, right)
         if not is_first:
-            mma.wait(1, interpret=interpret)
+            mma.wait(1)
             release(k - 1)
         return acc
 
@@ -283,22 +275,22 @@ def _multiply(
         for k in range(unrolled):
             acc = k_step(k, acc, is_first=k == 0)
             jobs[k]()
-        acc = mma.accumulate(unrolled, k_steps, k_step, acc, interpret=interpret)
-        mma.wait(0, interpret=interpret)
+        acc = mma.accumulate(unrolled, k_steps, k_step, acc)
+        mma.wait(0)
         release(k_steps - 1)
         for job in jobs[unrolled:]:
             job()
-        return mma.after_wait(acc, interpret=interpret)
+        return mma.after_wait(acc)
 
     blocks = BLOCK_N // BLOCK_K
-    return mma.with_block_accumulators(all_k_steps, blocks, interpret=interpret)
+    return mma.with_block_accumulators(all_k_steps, blocks)
 
 
 def _store_jobs(
     ctx: NormLinearContext, finished: jax.Array, tile: Tile, is_valid: Any
 ) -> list[Callable[[], None]]:
     """Lists what adds biases to a finished tile, activates and stores it, chunk by chunk."""
-    interpret, dtype = ctx.interpret, ctx.operands.x.dtype
+    dtype = ctx.operands.x.dtype
     group = ctx.group(tile.number)
     rounded: list[jax.Array] = []
 
@@ -306,13 +298,13 @@ def _store_jobs(
         values = lax.slice(finished, (0, begin), (WGMMA_M, begin + width))
         if ctx.operands.biases is not None:
             first, biases = tile.number * BLOCK_N + begin, ctx.operands.biases
-            values += rows.of_columns(biases, first, width, interpret=interpret)
+            values += rows.of_columns(biases, first, width)
         return values
 
     def store(begin: int, values: jax.Array, outputs: tuple[Any, ...]) -> None:
         registers_view, copy_view = (view.at[ctx.consumer] for view in ctx.shared.staging)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        operand_tiles.stage_rows(registers_view, values, reads_late=True, interpret=interpret)
+        operand_tiles.stage_rows(registers_view, values, reads_late=True)
         plgpu.commit_smem()
 
         def copy(group: int, column: Any) -> None:
@@ -325,7 +317,7 @@ def _store_jobs(
 
     def job(begin: int) -> None:
         names, values = ctx.shape.activations, projected(begin, CHUNK)
-        activated = activate(names, None, group, values, interpret=interpret)
+        activated = activate(names, None, group, values)
         rounded.append(activated.astype(dtype))
         if (begin + CHUNK) % STORE_COLUMNS:
             return
@@ -362,7 +354,7 @@ def consume(ctx: NormLinearContext) -> None:
                         wait = functools.partial(ctx.shared.rows.await_ready, first_block + k)
                         pl.when(i > 0)(wait)
                     tiles, factors = _rows_of(ctx, first_block + k), (operands.scale, operands.bias)
-                    rows.normalise(tiles, of_rows, factors, k, interpret=ctx.interpret)
+                    rows.normalise(tiles, of_rows, factors, k)
 
             if ctx.config.is_early:
                 pl.when(number == late)(functools.partial(ctx.shared.early.release, i))
@@ -392,7 +384,6 @@ def norm_linear_kernel(
     has_projection: bool = False,
     config: NormLinearConfig,
     num_sms: int,
-    interpret: Any = False,
 ) -> tuple[tuple[Any, ...], tuple[Any, ...] | None]:
     """Computes `norm_linear`, in the layouts of the weights: [rows, *weights[g].shape[1:]] each.
 
@@ -400,7 +391,7 @@ def norm_linear_kernel(
       x: [rows, F], bf16 or f16.
       weights: [F, N, H] or [F, columns] each, the same dtype; `biases` likewise.
       has_projection: whether to return groups before their activation, too; None for "identity".
-      config: legal; `interpret`: as for `launch`.
+      config: legal.
     """
     count, features = x.shape
     flat = tuple(w.reshape(features, -1) for w in weights)
@@ -437,7 +428,6 @@ def norm_linear_kernel(
         dtype=x.dtype,
         name="ikbo_norm_linear",
         workers=shape.workers,
-        interpret=interpret,
     )
     found = jax.tree.unflatten(jax.tree.structure(outputs), found)
     shapes = [(count, *w.shape[1:]) for w in weights]

@@ -12,7 +12,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, math
 
-from ikbo_jax.pallas.hopper import inline, row_vectors, stores, warps
+from ikbo_jax.pallas.hopper import inline, mosaic, row_vectors, stores, warps
 from ikbo_jax.pallas.linear.rows import NUMBERS, WORDS
 from ikbo_jax.problems.hopper import TILE_ROWS
 from ikbo_jax.reference.norm_linear import Norm
@@ -21,15 +21,13 @@ from ikbo_jax.reference.norm_linear import Norm
 _QUAD, _ROWS, _FLIGHT = 4, 8, 8
 
 
-def compute(
-    x: Any, first: Any, target: Any, norm: Norm, warp_count: int, *, interpret: bool
-) -> None:
+def compute(x: Any, first: Any, target: Any, norm: Norm, warp_count: int) -> None:
     """Writes mean and scale of the rows [first, first + 128) of `x` to `target`, [2, 128] f32.
 
     The last row counts for those past it. The warps are those from the warpgroup's third one on.
     """
     rows, features = x.shape
-    if interpret:
+    if mosaic.is_interpreted():
 
         @pl.loop(0, TILE_ROWS)
         def _(r: Any) -> None:

@@ -100,9 +100,9 @@ def _fma(a: ir.Value, b: ir.Value, c: ir.Value) -> ir.Value:
     return llvm.intr_fma(a, b, c)
 
 
-def begin_sums(tiles: Any, kind: str, *, interpret: bool) -> Sums:
+def begin_sums(tiles: Any, kind: str) -> Sums:
     """Begins the sums of rows whose first block is in `tiles`."""
-    if interpret:
+    if mosaic.is_interpreted():
         zero = jnp.zeros((WGMMA_M,), jnp.float32)
         if kind == "rms":
             return Sums(None, None, zero)
@@ -136,10 +136,10 @@ def _dtype(tiles: ir.Value) -> Any:
     return jnp.bfloat16 if is_bf16 else jnp.float16
 
 
-def add_sums(sums: Sums, tiles: Any, columns: int, *, interpret: bool) -> Sums:
+def add_sums(sums: Sums, tiles: Any, columns: int) -> Sums:
     """Adds the first `columns` numbers, a multiple of 8, of every row of a block."""
     is_rms = sums.first is None
-    if interpret:
+    if mosaic.is_interpreted():
         x = tiles[...].astype(jnp.float32)[:, :columns]
         if sums.shift is not None:
             x = x - sums.shift[:, None]
@@ -178,11 +178,11 @@ def add_sums(sums: Sums, tiles: Any, columns: int, *, interpret: bool) -> Sums:
     return Sums(sums.shift, None if is_rms else found[0], found[-1])
 
 
-def statistics(sums: Sums, features: int, eps: float, *, interpret: bool) -> Statistics:
+def statistics(sums: Sums, features: int, eps: float) -> Statistics:
     """Computes mean and scale of rows of `features` numbers; adds the parts of a row's threads."""
 
     def total(x: jax.Array) -> jax.Array:
-        if interpret:
+        if mosaic.is_interpreted():
             return x
 
         @plgpu.inline_mgpu(arg_types=(ROW_LAYOUT,), return_type=_rows(1)[0])
@@ -203,23 +203,21 @@ def statistics(sums: Sums, features: int, eps: float, *, interpret: bool) -> Sta
     return Statistics(mean, jax.lax.rsqrt(variance + jnp.float32(eps)))
 
 
-def load_statistic(ref: Any, consumer: Any, *, interpret: bool) -> jax.Array:
+def load_statistic(ref: Any, consumer: Any) -> jax.Array:
     """Loads a number of each of the consumer's rows from shared memory, [128] f32: [64]."""
     place = ref.at[pl.ds(consumer * WGMMA_M, WGMMA_M)]
-    if interpret:
+    if mosaic.is_interpreted():
         return place[...]
     return plgpu.load(place, layout=ROW_LAYOUT, optimized=False)
 
 
-def normalise(
-    tiles: Any, of_rows: Statistics, factors: tuple[Any, Any], block: Any, *, interpret: bool
-) -> None:
+def normalise(tiles: Any, of_rows: Statistics, factors: tuple[Any, Any], block: Any) -> None:
     """Normalises a block of rows in place; WGMMA may read it afterwards.
 
     `factors` are device memory of norm scale and norm bias, [F] f32, or None; number `block` of the
     64 columns that `tiles` have.
     """
-    if interpret:
+    if mosaic.is_interpreted():
         x = tiles[...].astype(jnp.float32)
         if of_rows.mean is not None:
             x = x - of_rows.mean[:, None]
@@ -289,10 +287,10 @@ def padded(vector: jax.Array, multiple: int) -> jax.Array:
     return jnp.pad(vector, (0, -vector.shape[0] % multiple))
 
 
-def of_columns(ref: Any, first: Any, width: int, *, interpret: bool) -> jax.Array:
+def of_columns(ref: Any, first: Any, width: int) -> jax.Array:
     """Loads ref[first : first + width] of device memory for all rows: [64, width] f32."""
     dtype = ref.dtype
-    if interpret:
+    if mosaic.is_interpreted():
         columns = ref[pl.ds(first, width)].astype(jnp.float32)
         return jnp.broadcast_to(columns[None], (WGMMA_M, width))
 

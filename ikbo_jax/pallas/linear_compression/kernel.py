@@ -95,7 +95,6 @@ def _launch(
     *,
     config: LinearCompressionConfig | PackedCompressionConfig,
     num_sms: int,
-    interpret: Any,
 ) -> Any:
     """Launches the kernel once; returns the output, or without `cand` the users' fragments."""
     is_packed = isinstance(config, PackedCompressionConfig)
@@ -109,7 +108,7 @@ def _launch(
         output = jax.ShapeDtypeStruct((cand_phase.batch, cand_phase.m, cand_phase.n), dtype)
     if user_phase is not None:
         rows = pl.cdiv(user_phase.m, config.block_m) * config.block_m
-        fragments = columns.fragment_types(user_phase, rows, interpret=bool(interpret))
+        fragments = columns.fragment_types(user_phase, rows)
     tiles = schedule.make_schedule(
         # CTAs claim user tiles; the schedule only needs how many of them a worker will compute.
         pl.cdiv(user_phase.tiles * user_phase.cluster, config.cluster) if user_phase else 0,
@@ -124,16 +123,16 @@ def _launch(
     else:
         shared = config.shared(with_claims=with_claims)
 
-    def context(shared: Any, operands: Any, outputs: Any, interpret: bool) -> CompressionContext:
+    def context(shared: Any, operands: Any, outputs: Any) -> CompressionContext:
         claims = None
         if with_claims:
             user, cand = operands
             operands = user, cand._replace(fragments_in=outputs[1])
-            counter, users_ready = (mosaic.device_counter(interpret=interpret) for _ in range(2))
+            counter, users_ready = (mosaic.device_counter() for _ in range(2))
             claims = Claims(counter, shared.tickets, users_ready)
         shape = Shape(tiles, phases)
         return CompressionContext(
-            shape, config, shared, operands, outputs, interpret, columns=columns, claims=claims
+            shape, config, shared, operands, outputs, columns=columns, claims=claims
         )
 
     outputs = launch(
@@ -145,7 +144,6 @@ def _launch(
         name="ikbo_linear_compression",
         workers=tiles.num_workers,
         cluster=config.cluster,
-        interpret=interpret,
     )
     return outputs[0] if cand_phase is not None else fragment.Fragment(*outputs)
 
@@ -196,7 +194,6 @@ def linear_compression_kernel(
     *,
     config: LinearCompressionConfig | PackedCompressionConfig | ResidentCompressionConfig,
     num_sms: int,
-    interpret: Any = False,
 ) -> jax.Array:
     """Compresses levels, coarsest first: [B_last, M, N], accumulated in f32 and rounded once.
 
@@ -205,12 +202,10 @@ def linear_compression_kernel(
       embeddings: [B_l, K_l, N] each, the same dtype; N a multiple of 8.
       parents: None for the first level, then [B_l] int32 into the batch of the level before.
       config: legal; its class selects the columns of a tile, or the kernel of `resident`.
-      interpret: as for `launch`; it needs `cluster=1`, and `num_sms=1` for a single launch.
     """
     if isinstance(config, ResidentCompressionConfig):
-        options = {"config": config, "num_sms": num_sms, "interpret": interpret}
-        return resident_compression(weights, embeddings, parents, **options)
-    launch_levels = functools.partial(_launch, config=config, num_sms=num_sms, interpret=interpret)
+        return resident_compression(weights, embeddings, parents, config=config, num_sms=num_sms)
+    launch_levels = functools.partial(_launch, config=config, num_sms=num_sms)
     last = len(weights) - 1
     is_shared = config.single_launch and last > 0
     is_packed = isinstance(config, PackedCompressionConfig)

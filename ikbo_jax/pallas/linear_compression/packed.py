@@ -36,8 +36,8 @@ class PackedColumns(Columns):
     looks_up_ahead: ClassVar[bool] = True
 
     @staticmethod
-    def fragment_types(phase: Any, columns: int, *, interpret: bool) -> fragment.Fragment:
-        return granules.types(columns, phase.granules, interpret=interpret)
+    def fragment_types(phase: Any, columns: int) -> fragment.Fragment:
+        return granules.types(columns, phase.granules)
 
     def weight_parts(self, stage: Any) -> tuple[Any, ...]:
         _, weight = self.ctx.shared.weight
@@ -57,7 +57,7 @@ class PackedColumns(Columns):
         def _(i: Any) -> None:
             # LLVM would keep the blocks' rows and columns, which are the same in every k step, and
             # spill: 300 bytes with 12 blocks.
-            number = mosaic.opaque(first + i, interpret=self.ctx.interpret)
+            number = mosaic.opaque(first + i)
             row, columns = block_at(self.phase, number)
             plgpu.copy_gmem_to_smem(embedding.at[row, rows, columns], target.at[stage, i], ready)
 
@@ -93,7 +93,6 @@ class PackedColumns(Columns):
                 weight.at[stage, part, :columns],
                 overwrite=overwrite,
                 k=k,
-                interpret=self.ctx.interpret,
             )
             for i, acc in enumerate(accs)
         )
@@ -101,7 +100,7 @@ class PackedColumns(Columns):
     def finish(self, accs: tuple[Any, ...]) -> tuple[jax.Array, ...]:
         if self.ctx.interpret:
             return tuple(jnp.concatenate([part[...] for part in parts]) for parts in accs)
-        return tuple(mma.after_wait(acc, interpret=False) for acc in accs)
+        return tuple(mma.after_wait(acc) for acc in accs)
 
     def look_up(self, operands: Operands, tile: Tile) -> Any:
         """Looks up the granule of the user that each warp adds, for each accumulator."""
@@ -111,23 +110,20 @@ class PackedColumns(Columns):
             self.phase.accumulators,
             of_row=self.phase.granules_of_row,
             coarser_rows=operands.fragments_in.upper.shape[0] // self.phase.granules_of_row,
-            interpret=self.ctx.interpret,
         )
 
     def load_fragments(
         self, memory: fragment.Fragment, users: Any, tile: Tile
     ) -> tuple[fragment.Fragment, ...]:
         begin, rows = self._first_row(tile), self.phase.consumer_rows
-        return granules.load(
-            memory, users, self.phase.accumulators, begin, rows, interpret=self.ctx.interpret
-        )
+        return granules.load(memory, users, self.phase.accumulators, begin, rows)
 
     def store_fragments(
         self, memory: fragment.Fragment, tile: Tile, accs: tuple[jax.Array, ...]
     ) -> None:
         first, begin = self._first_granule(tile), self._first_row(tile)
         for i, acc in enumerate(accs):
-            granules.store(memory, acc, first + i * GRANULES, begin, interpret=self.ctx.interpret)
+            granules.store(memory, acc, first + i * GRANULES, begin)
 
     def store_chunk(
         self, output: Any, chunk: int, finished: tuple[jax.Array, ...], tile: Tile, is_valid: Any
@@ -142,7 +138,7 @@ class PackedColumns(Columns):
             # All copies but the newest have read their staging buffers, so this buffer is free.
             plgpu.wait_smem_to_gmem(STAGING_SLOTS - 1, wait_read_only=True)
             values = lax.slice(finished[number], (0, part * rows), (WGMMA_M, (part + 1) * rows))
-            granules.stage_transposed(staging, values, interpret=self.ctx.interpret)
+            granules.stage_transposed(staging, values)
             plgpu.commit_smem()
             first = self._first_accumulator(tile) + number
             compressed = pl.ds(self._first_row(tile) + part * rows, rows)

@@ -77,7 +77,6 @@ def _multiply(
                 overwrite=is_first,
                 k=source.depth,
                 block_bytes=layout.block_m * mosaic.SWIZZLE,
-                interpret=ctx.interpret,
             )
             for i, acc in enumerate(accs)
         )
@@ -89,12 +88,12 @@ def _multiply(
                 accs, begin = k_step(0, accs, source, True), 1
             step = functools.partial(k_step, source=source, is_first=False)
             # A loop: unrolled, the descriptors of all steps would occupy registers.
-            accs = mma.accumulate(begin, source.steps, step, accs, interpret=ctx.interpret)
+            accs = mma.accumulate(begin, source.steps, step, accs)
         plgpu.wgmma_wait(0)
         if ctx.interpret:
             sums = tuple(jnp.concatenate([x[...] for x in blocks]) for blocks in accs)
         else:
-            sums = tuple(mma.after_wait(acc, interpret=False) for acc in accs)
+            sums = tuple(mma.after_wait(acc) for acc in accs)
         return sums * layout.accumulators if is_repeated else sums
 
     if not ctx.interpret:
@@ -124,10 +123,7 @@ def _sums(
     accs = _multiply(ctx, part, stage)
 
     def add(accs: tuple[jax.Array, ...], parts: tuple[fragment.Fragment, ...]) -> Any:
-        return tuple(
-            fragment.add(acc, x, interpret=ctx.interpret)
-            for acc, x in zip(accs, parts, strict=True)
-        )
+        return tuple(fragment.add(acc, x) for acc, x in zip(accs, parts, strict=True))
 
     def add_all() -> tuple[jax.Array, ...]:
         total = functools.reduce(add, early, accs)
@@ -149,7 +145,6 @@ def _stage(ctx: WarpgroupContext, number: Any, accs: tuple[jax.Array, ...]) -> A
             staging.at[pl.ds(i * of_accumulator, of_accumulator)],
             acc.astype(ctx.operands.embedding.dtype),
             is_swizzled=not is_contiguous(ctx.shape.n),
-            interpret=ctx.interpret,
         )
     plgpu.commit_smem()
     return staging
@@ -246,7 +241,7 @@ def _consume(ctx: WarpgroupContext) -> None:
             _store_fragments(ctx, place, fragments_out, tile, part, accs)
 
     def one(tile: Any, users: Any) -> Any:
-        tile = mosaic.opaque(tile, interpret=ctx.interpret)
+        tile = mosaic.opaque(tile)
         users_ahead = look_up(ctx, place, tile + 1)
         stage = lax.rem(tile - place.begin, layout.stages)
         for source in sources_of(ctx, of_user=False):
@@ -272,21 +267,17 @@ def _store_fragments(
     begin = place.group * layout.rows + part * layout.block_m
     for i, acc in enumerate(accs):
         at = first + i * (WGMMA_M // GRANULE)
-        granules.store(memory, acc, at, begin, interpret=ctx.interpret)
+        granules.store(memory, acc, at, begin)
 
 
-def _launch(
-    phase: Phase, operands: Operands, *, is_last: bool, columns: int, interpret: Any
-) -> Any:
+def _launch(phase: Phase, operands: Operands, *, is_last: bool, columns: int) -> Any:
     """Launches a level; returns the last level's output, or fragments of `columns` rows of M."""
     layout, dtype = phase.layout, operands.embedding.dtype
     output = fragments = None
     if is_last:
         output = jax.ShapeDtypeStruct((phase.batch, phase.m, phase.n), dtype)
     else:
-        fragments = granules.types(
-            columns, layout.splits * phase.granules, interpret=bool(interpret)
-        )
+        fragments = granules.types(columns, layout.splits * phase.granules)
     outputs = launch(
         Roles(functools.partial(WarpgroupContext, phase, layout), None, _consume),
         operands,
@@ -295,7 +286,6 @@ def _launch(
         dtype=dtype,
         name="ikbo_linear_compression",
         workers=phase.workers * layout.shares,
-        interpret=interpret,
     )
     return outputs[0] if is_last else fragment.Fragment(*outputs)
 
@@ -307,7 +297,6 @@ def resident_compression(
     *,
     config: ResidentCompressionConfig,
     num_sms: int,
-    interpret: Any = False,
 ) -> jax.Array:
     """Compresses levels, coarsest first; see `kernel.linear_compression_kernel`."""
     batches, ks = zip(*(x.shape[:2] for x in embeddings), strict=True)
@@ -328,5 +317,5 @@ def resident_compression(
         of_users = (weights[i - 1], embeddings[i - 1]) if layout.gathered else None
         operands = Operands(weights[i], embeddings[i], of_users, parents[i], result)
         is_last = i == len(weights) - 1
-        result = _launch(phase, operands, is_last=is_last, columns=columns, interpret=interpret)
+        result = _launch(phase, operands, is_last=is_last, columns=columns)
     return result

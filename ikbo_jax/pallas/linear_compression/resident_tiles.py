@@ -38,7 +38,6 @@ class Phase:
 
     @property
     def width(self) -> int:
-        """Number of a block's columns."""
         return block_width(self.n)
 
     @property
@@ -47,7 +46,6 @@ class Phase:
 
     @property
     def blocks(self) -> int:
-        """Number of a tile's blocks."""
         return self.layout.block_n // self.width
 
     @property
@@ -56,7 +54,6 @@ class Phase:
         return self.layout.tiles(self.batch, self.n)
 
     def first_block(self, place: Place, tile: Any) -> Any:
-        """Returns the number of a tile's first block."""
         if self.layout.strips == 1:
             return tile * self.blocks
         return tile * self.blocks_of_row + place.strip * self.blocks
@@ -137,7 +134,6 @@ def load_tile(ctx: WarpgroupContext, place: Place, tile: Any) -> None:
             phase.first_block(place, tile),
             phase.blocks_of_row,
             place.split * layout.k,
-            interpret=ctx.interpret,
         )
         return
     stage = lax.rem(tile - place.begin, layout.stages)
@@ -187,7 +183,6 @@ def load_one_user(ctx: WarpgroupContext, place: Place) -> None:
         place.strip * phase.blocks if phase.layout.strips > 1 else jnp.int32(0),
         phase.blocks_of_row,
         jnp.int32(0),
-        interpret=ctx.interpret,
     )
 
 
@@ -196,13 +191,13 @@ def load_weights(ctx: WarpgroupContext, place: Place) -> None:
     layout, (tiles, _) = ctx.shape.layout, ctx.shared.weight
     own, gathered = layout.k_blocks
     first_row, first_k = place.group * layout.rows, place.split * layout.k
-    load = functools.partial(weights.load, interpret=ctx.interpret)
+    load = functools.partial(weights.load)
     region = weights.Region(0, own, own + gathered)
     load(ctx.operands.weight, tiles, region, first_row, first_k)
     if layout.gathered is not None:
         weight, _ = ctx.operands.of_users
         load(weight, tiles, weights.Region(own, gathered, own + gathered), first_row, jnp.int32(0))
-    weights.finish(interpret=ctx.interpret)
+    weights.finish()
 
 
 def look_up(ctx: WarpgroupContext, place: Place, tile: Any) -> Any:
@@ -217,7 +212,6 @@ def look_up(ctx: WarpgroupContext, place: Place, tile: Any) -> Any:
         phase.layout.accumulators,
         of_row=phase.n // GRANULE,
         coarser_rows=phase.users,
-        interpret=ctx.interpret,
     )
 
 
@@ -232,5 +226,4 @@ def load_fragments(
         layout.accumulators,
         begin,
         layout.block_m,
-        interpret=ctx.interpret,
     )

@@ -93,7 +93,7 @@ def produce(ctx: CompressionContext) -> None:
         user_ctx = ctx.in_claimed_phase()
 
         def take(i: Any) -> Any:
-            ticket = mosaic.next_ticket(claims.counter, i, interpret=ctx.interpret)
+            ticket = mosaic.next_ticket(claims.counter, i)
             claims.tickets.send_words(i, (ticket,))
             return ticket
 
@@ -159,7 +159,7 @@ def _multiply(
                 jobs[i]()
         ahead = FRAGMENT_AHEAD if load_coarser else 1
         early = max(unrolled, phase.k_steps - ahead)
-        accs = mma.accumulate(unrolled, early, k_step, accs, interpret=ctx.interpret)
+        accs = mma.accumulate(unrolled, early, k_step, accs)
         if load_coarser and not is_late:
             coarser = load_coarser()
         for i in range(early, phase.k_steps):
@@ -190,10 +190,7 @@ def _add(
     # and waits for the fragment's loads there.
     return lax.cond(
         tile.row < phase.rows,
-        lambda: tuple(
-            fragment.add(acc, part, interpret=ctx.interpret)
-            for acc, part in zip(accs, coarser, strict=True)
-        ),
+        lambda: tuple(fragment.add(acc, part) for acc, part in zip(accs, coarser, strict=True)),
         lambda: accs,
     )
 
@@ -247,7 +244,7 @@ def _compute_candidates(
 
     def compute(i: Any, carry: tuple[tuple[jax.Array, ...], Any]) -> tuple[Any, Any]:
         finished, users_ahead = carry
-        i = mosaic.opaque(i, interpret=ctx.interpret)
+        i = mosaic.opaque(i)
         tile, previous = tile_of(i), tile_of(i - 1)
         users = [] if users_ahead is None else [users_ahead]
         users_ahead = look_up_ahead(i, 1)
@@ -271,7 +268,7 @@ def _compute_candidates(
             _multiply,
             ctx,
             phase,
-            mosaic.opaque(i * phase.k_steps, interpret=ctx.interpret),
+            mosaic.opaque(i * phase.k_steps),
             jobs,
             load_coarser if phase.from_fragments else None,
         )
@@ -314,12 +311,12 @@ def consume(ctx: CompressionContext) -> None:
             ticket, step = _compute_fragment(
                 user_ctx, user_phase, user, fragments, tile, step, take_next
             )
-            mosaic.signal(claims.users_ready, interpret=ctx.interpret)
+            mosaic.signal(claims.users_ready)
             return ticket, step
 
         def wait_for_users() -> None:
             arrivals = user_phase.tiles * NUM_CONSUMERS
-            mosaic.wait(claims.users_ready, arrivals, interpret=ctx.interpret)
+            mosaic.wait(claims.users_ready, arrivals)
 
         user_ctx.shared.stages.release_all()
         _claimed_tiles(user_phase, receive, compute)

@@ -191,7 +191,6 @@ class CompressionContext(WarpgroupContext):
     claims: Claims | None = None
 
     def columns_of(self, phase: Phase) -> Any:
-        """Returns the columns of a phase's tiles."""
         return self.columns(self, phase)
 
     def in_claimed_phase(self) -> CompressionContext:
@@ -230,10 +229,10 @@ class Columns:
     looks_up_ahead: ClassVar[bool] = False
 
     @staticmethod
-    def fragment_types(phase: Any, columns: int, *, interpret: bool) -> fragment.Fragment:
+    def fragment_types(phase: Any, columns: int) -> fragment.Fragment:
         """Declares device memory for a level's fragments, of `columns` rows of M."""
         rows = (phase.batch, phase.n_tiles, NUM_CONSUMERS)
-        return fragment.types(columns, rows, interpret=interpret)
+        return fragment.types(columns, rows)
 
     def weight_parts(self, stage: Any) -> tuple[Any, ...]:
         """Returns the parts of a stage's weight tile, each of `Phase.consumer_rows`."""
@@ -253,7 +252,7 @@ class Columns:
 
     def with_accumulators(self, body: Callable[[tuple[Any, ...]], Any], columns: int) -> Any:
         """Calls `body` with accumulators of `columns` columns, which `multiply` must overwrite."""
-        return mma.with_accumulator(lambda acc: body((acc,)), columns, interpret=self.ctx.interpret)
+        return mma.with_accumulator(lambda acc: body((acc,)), columns)
 
     def multiply(
         self, accs: tuple[Any, ...], stage: Any, columns: int, *, overwrite: bool, k: int
@@ -267,13 +266,12 @@ class Columns:
             weight.at[stage, :columns],
             overwrite=overwrite,
             k=k,
-            interpret=self.ctx.interpret,
         )
         return (acc,)
 
     def finish(self, accs: tuple[Any, ...]) -> tuple[jax.Array, ...]:
         """Returns the values of accumulators whose products are complete."""
-        return tuple(mma.after_wait(acc, interpret=self.ctx.interpret) for acc in accs)
+        return tuple(mma.after_wait(acc) for acc in accs)
 
     def look_up(self, operands: Operands, tile: Tile) -> Any:
         """Looks up the coarser level's row, clamped to the array."""
@@ -285,7 +283,7 @@ class Columns:
     ) -> tuple[fragment.Fragment, ...]:
         """Issues the loads of the users' fragments, one for each accumulator."""
         part = self._fragment_at(memory, users, tile)
-        return (fragment.load(part, self.phase.block_m, interpret=self.ctx.interpret),)
+        return (fragment.load(part, self.phase.block_m),)
 
     def store_fragments(
         self, memory: fragment.Fragment, tile: Tile, accs: tuple[jax.Array, ...]
@@ -295,7 +293,7 @@ class Columns:
         @pl.when(tile.row < self.phase.batch)
         def _() -> None:
             target = self._fragment_at(memory, tile.row, tile)
-            fragment.store(target, *accs, interpret=self.ctx.interpret)
+            fragment.store(target, *accs)
 
     def store_chunk(
         self, output: Any, chunk: int, finished: tuple[jax.Array, ...], tile: Tile, is_valid: Any
@@ -334,4 +332,4 @@ class Columns:
         upper, lower = (plane.at[row, tile.n_tile, self.ctx.consumer] for plane in memory)
         part = fragment.Fragment(upper, lower)
         begin, columns = tile.m_tile * self.phase.block_m, self.phase.block_m
-        return fragment.columns_of(part, begin, columns, interpret=self.ctx.interpret)
+        return fragment.columns_of(part, begin, columns)

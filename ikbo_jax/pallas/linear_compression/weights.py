@@ -31,9 +31,7 @@ class Region(NamedTuple):
     blocks_of_part: int
 
 
-def load(
-    weight: Any, tiles: Any, region: Region, first_row: Any, first_k: Any, *, interpret: bool
-) -> None:
+def load(weight: Any, tiles: Any, region: Region, first_row: Any, first_k: Any) -> None:
     """Fills operand tiles [parts * blocks_of_part, rows, 64] with a weight [M, K], 0 outside of it.
 
         tiles[p * blocks_of_part + first + i, r, c]
@@ -45,7 +43,7 @@ def load(
     all_blocks, rows, _ = tiles.shape
     first, blocks, blocks_of_part = region
     parts = all_blocks // blocks_of_part
-    if interpret:
+    if mosaic.is_interpreted():
         size = (parts * rows, blocks * BLOCK_K)
         padded = jnp.pad(weight[...], [(0, x) for x in size])
         whole = lax.dynamic_slice(padded, (first_row, first_k), size)
@@ -153,9 +151,7 @@ def _load_end(weight: Any, tiles: Any, region: Region, first_row: Any, first_k: 
     copy(weight, tiles, first_row, first_k)
 
 
-def load_blocks(
-    embedding: Any, tiles: Any, first: Any, blocks_of_row: int, first_k: Any, *, interpret: bool
-) -> None:
+def load_blocks(embedding: Any, tiles: Any, first: Any, blocks_of_row: int, first_k: Any) -> None:
     """Fills column blocks [k steps, blocks, depth, width] with an embedding [B, K, N], or with 0.
 
         tiles[s, i, r] = embedding[block // blocks_of_row, first_k + s * depth + r, columns]
@@ -164,7 +160,7 @@ def load_blocks(
     """
     batch, k, n = embedding.shape
     steps, blocks, depth, width = tiles.shape
-    if interpret:
+    if mosaic.is_interpreted():
         padded = jnp.pad(embedding[...], ((0, blocks), (0, steps * depth), (0, 0)))
         for step, i in itertools.product(range(steps), range(blocks)):
             row, of_row = lax.div(first + i, blocks_of_row), lax.rem(first + i, blocks_of_row)
@@ -217,14 +213,14 @@ def load_blocks(
         copy(embedding, tiles, iteration, first, first_k)
 
 
-def finish(*, interpret: bool) -> None:
+def finish() -> None:
     """Waits for all threads' loads; the warpgroup's WGMMAs may read them afterwards."""
 
     @plgpu.inline_mgpu()
     def await_copies(_: Any) -> None:
         mgpu.utils.inline_ptx("cp.async.wait_all;", has_side_effects=True)
 
-    if not interpret:
+    if not mosaic.is_interpreted():
         await_copies()
     plgpu.commit_smem()
 

@@ -42,8 +42,6 @@ from ikbo_jax.problems.linear_compression_backward import WeightGradientConfig
 
 
 class _Shape(NamedTuple):
-    """Static description of a launch."""
-
     problems: int
     batch: int  # of one problem
     k: int
@@ -64,8 +62,6 @@ class _Shape(NamedTuple):
 
 
 class _Item(NamedTuple):
-    """A work item."""
-
     m_tile: Any
     k_tile: Any
     part: Any  # number of the part of all problems' batches
@@ -74,8 +70,6 @@ class _Item(NamedTuple):
 
 
 class _Operands(NamedTuple):
-    """Device memory that the launch reads."""
-
     d_out: Any  # [B, M, N]
     embedding: Any  # [B, K, N]
     sources: Any  # [B] int32, positions in `embedding`; None if they are 0, 1, 2, …
@@ -95,7 +89,6 @@ def _item(ctx: WarpgroupContext) -> _Item:
 
 
 def _produce(ctx: WarpgroupContext) -> None:
-    """The producer warp."""
     shape, shared, item, sources = ctx.shape, ctx.shared, _item(ctx), ctx.operands.sources
     (_, embedding), (_, cotangent) = shared.embedding, shared.cotangent
 
@@ -136,7 +129,6 @@ def _produce(ctx: WarpgroupContext) -> None:
 
 
 def _consume(ctx: WarpgroupContext) -> None:
-    """A consumer warpgroup."""
     shared, item = ctx.shared, _item(ctx)
     (embedding, _), (cotangent, _) = shared.embedding, shared.cotangent
     block_m = ctx.config.block_m
@@ -151,7 +143,6 @@ def _consume(ctx: WarpgroupContext) -> None:
             cotangent.at[stage],
             overwrite=is_first,
             a_is_transposed=False,
-            interpret=ctx.interpret,
         )
         # Waits for the WGMMAs of the previous k step, and frees their stage.
         plgpu.wgmma_wait(1)
@@ -161,19 +152,17 @@ def _consume(ctx: WarpgroupContext) -> None:
 
     def all_k_steps(acc: Any) -> jax.Array:
         acc = k_step(jnp.int32(0), acc, is_first=True)
-        acc = mma.accumulate(1, item.steps, k_step, acc, interpret=ctx.interpret)
+        acc = mma.accumulate(1, item.steps, k_step, acc)
         plgpu.wgmma_wait(0)
         shared.stages.release(item.steps - 1)
-        return mma.after_wait(acc, interpret=ctx.interpret)
+        return mma.after_wait(acc)
 
-    acc = mma.with_accumulator(all_k_steps, block_m, interpret=ctx.interpret)
+    acc = mma.with_accumulator(all_k_steps, block_m)
     stores.store_transposed(
         ctx.outputs[0].at[item.part],
         acc,
         item.m_tile * block_m,
         item.k_tile * TILE_ROWS + ctx.consumer * WGMMA_M,
-        ctx.staging(),
-        interpret=ctx.interpret,
     )
 
 
@@ -186,7 +175,6 @@ def d_weight_kernel(
     problems: int = 1,
     sources: jax.Array | None = None,
     dtype: Any = None,
-    interpret: Any = False,
 ) -> jax.Array:
     """Computes a level's weight gradients [problems, M, K], one of each problem, summed in f32.
 
@@ -213,7 +201,6 @@ def d_weight_kernel(
         dtype=d_out.dtype,
         name="ikbo_linear_compression_d_weight",
         workers=shape.workers,
-        interpret=interpret,
     )
     parts = parts.reshape(problems, splits, *parts.shape[1:])[..., :m, :k]
     return jnp.sum(parts, axis=1).astype(dtype or d_out.dtype)

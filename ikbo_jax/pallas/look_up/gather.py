@@ -51,19 +51,17 @@ def _copy(ctx: WarpgroupContext) -> None:
         candidate = lax.div(number, same(shape.vectors))
         places.append((candidate, number - candidate * shape.vectors))
         wanted = jnp.minimum(candidate, shape.batch - 1)
-        user = per_thread.gather(operands.index, wanted, "global", interpret=ctx.interpret)
+        user = per_thread.gather(operands.index, wanted, "global")
         users.append(jnp.clip(user, 0, shape.users - 1))
-    source = Rows(operands.user, shape.words, ctx.interpret)
-    target = Rows(ctx.outputs, shape.words, ctx.interpret)
+    source = Rows(operands.user, shape.words)
+    target = Rows(ctx.outputs, shape.words)
     vectors = [(user, vector) for user, (_, vector) in zip(users, places, strict=True)]
     for words, (candidate, vector) in zip(source.load(vectors), places, strict=True):
         is_own = candidate < shape.batch
         target.store(candidate, vector, words, is_own, streams=ctx.config.streams)
 
 
-def look_up_kernel(
-    user: jax.Array, cand_to_user: jax.Array, *, config: LookUpConfig, interpret: Any = False
-) -> jax.Array:
+def look_up_kernel(user: jax.Array, cand_to_user: jax.Array, *, config: LookUpConfig) -> jax.Array:
     """Copies each candidate's user's row: [B, width].
 
     `user` [U, width] is bf16, f16 or f32, with rows of whole words of 32 bits; `cand_to_user` [B]
@@ -81,5 +79,4 @@ def look_up_kernel(
         name="ikbo_look_up",
         workers=pl.cdiv(batch * vectors, config.accesses * WARPGROUP_SIZE),
         config=config,
-        interpret=interpret,
     )

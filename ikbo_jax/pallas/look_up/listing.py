@@ -106,7 +106,7 @@ def _list_several(ctx: WarpgroupContext, threads: Threads, found: _Found) -> Any
     warp = lax.div(threads.number(), same(LANES))
     begin, count = warp * (len(found) * LANES), same(0)
     for number, user, is_own in found:
-        before, total = _rank_in_warp(same(0), is_own, 1, ctx.interpret)
+        before, total = _rank_in_warp(same(0), is_own, 1)
         word = number + user * (1 << _BITS)
         threads.keep(shared.listed, begin + count + before, word, is_own)
         threads.add(shared.counts, user * threads.warps + warp, same(1), is_own)
@@ -137,16 +137,16 @@ def _sort(ctx: WarpgroupContext, threads: Threads, begins: jax.Array, count: jax
         word = threads.read(shared.listed, jnp.minimum(begins + place, shared.listed.shape[0] - 1))
         number = lax.shift_right_logical(jnp.where(is_listed, word, same(0)), same(_BITS))
         begin = threads.read(counts, number * threads.warps + warp)
-        mosaic.synchronise_warp(interpret=ctx.interpret)
-        before, total = _rank_in_warp(number, is_listed, shape.listed_users, ctx.interpret)
+        mosaic.synchronise_warp()
+        before, total = _rank_in_warp(number, is_listed, shape.listed_users)
         threads.keep(shared.by_user, begin + before, word, is_listed)
         is_last = is_listed & (before == total - 1)
         threads.keep(counts, number * threads.warps + warp, begin + total, is_last)
-        mosaic.synchronise_warp(interpret=ctx.interpret)
+        mosaic.synchronise_warp()
         return turn + 1
 
     def has_more(turn: Any) -> Any:
-        return per_thread.any_of_warp(lane + turn * LANES < count, interpret=ctx.interpret)
+        return per_thread.any_of_warp(lane + turn * LANES < count)
 
     lax.while_loop(has_more, one_turn, jnp.int32(0))
     threads.commit()
@@ -154,10 +154,10 @@ def _sort(ctx: WarpgroupContext, threads: Threads, begins: jax.Array, count: jax
 
 
 def _rank_in_warp(
-    values: jax.Array, is_wanted: jax.Array, limit: int, interpret: bool
+    values: jax.Array, is_wanted: jax.Array, limit: int
 ) -> tuple[jax.Array, jax.Array]:
     """Counts lower, and all, wanted lanes of the warp with the same value in [0, limit)."""
-    if interpret:
+    if mosaic.is_interpreted():
         lane = jnp.arange(WARPGROUP_SIZE, dtype=jnp.int32)
         is_same = (values[None] == values[:, None]) & is_wanted[None]
         is_same &= lane[None] // LANES == lane[:, None] // LANES

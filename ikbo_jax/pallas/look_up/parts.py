@@ -166,7 +166,7 @@ def places_of(part: Part, user: Any, search: int = 0) -> list[Any]:
     """Finds the first place of a user's candidates, and the one after the last."""
     is_before = [lambda place: part.user(place) < user, lambda place: part.user(place) <= user]
     # Otherwise, addresses that the search before computes as well stay in 16 registers.
-    zero = mosaic.opaque(jnp.int32(0), interpret=part.ctx.interpret)
+    zero = mosaic.opaque(jnp.int32(0))
     return _search(part, is_before, search, part.threads.number() + zero)
 
 

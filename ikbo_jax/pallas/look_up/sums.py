@@ -86,7 +86,7 @@ class _Sums(NamedTuple):
 def _sum(ctx: WarpgroupContext) -> None:
     """Runs one warpgroup of the CTA."""
     shape = ctx.shape
-    threads = Threads(ctx.config.warpgroups, ctx.consumer, ctx.interpret)
+    threads = Threads(ctx.config.warpgroups, ctx.consumer)
     if shape.listed_users != 1:
         scan.clear(threads, ctx.shared.has_any)
         scan.clear(threads, ctx.shared.linked)
@@ -164,7 +164,7 @@ def _add_shares(ctx: WarpgroupContext) -> None:
     """Runs a CTA that adds up the shares of a long user, if their first one has its number."""
     chunk, piece = lax.rem(ctx.worker, ctx.shape.chunks), lax.div(ctx.worker, ctx.shape.chunks)
     helpers, user = ctx.operands.helpers[piece], ctx.operands.user[piece]
-    part = _part(ctx, Threads(1, 0, ctx.interpret), chunk * ctx.shape.columns, 0, None)
+    part = _part(ctx, Threads(1, 0), chunk * ctx.shape.columns, 0, None)
     own = Own(user, user + 1, piece, jnp.minimum(piece + helpers, ctx.shape.batch))
     pl.when(helpers > 0)(lambda: _sum_user(part, own, user, ctx.operands.sums))
 
@@ -173,7 +173,7 @@ def _sum_user(part: Part, own: Own, row: Any, target: Any) -> None:
     """Stores the sum of all lanes' candidates, which are one user's, to a row of `target`."""
     threads, numbers, lanes = part.threads, _walk(part, own, is_one_user=True)[0].open, part.lanes
     # Otherwise, a loop around this function has 140 addresses and conditions in registers.
-    zero = mosaic.opaque(jnp.int32(0), interpret=part.ctx.interpret)
+    zero = mosaic.opaque(jnp.int32(0))
     part = part._replace(lane=part.lane + zero)
     while lanes > 1:
         _publish(part, numbers)
@@ -235,7 +235,7 @@ def _walk(part: Part, own: Own, *, is_one_user: bool = False) -> tuple[_Sums, An
     def places(turn: Any) -> list[jax.Array]:
         return [first + (turn * unroll + i) for i in range(unroll)]
 
-    values = Rows(part.ctx.operands.values, shape.words, part.ctx.interpret)
+    values = Rows(part.ctx.operands.values, shape.words)
 
     def step(turn: Any, carry: tuple[_Sums, list[jax.Array]]) -> Any:
         sums, candidates = carry
@@ -260,14 +260,14 @@ def _add(
 
     `user` is None where all candidates have the same user.
     """
-    values = Rows(part.ctx.operands.values, part.ctx.shape.words, part.ctx.interpret)
+    values = Rows(part.ctx.operands.values, part.ctx.shape.words)
     words = tuple(jnp.where(is_own, x, jnp.zeros_like(x)) for x in words)
     if user is not None:
         is_new = is_own & (user != sums.user)
         # A branch: most candidates have the user of the one before, and the sum's end takes half of
         # all instructions.
         sums = lax.cond(
-            per_thread.any_of_warp(is_new, interpret=part.ctx.interpret),
+            per_thread.any_of_warp(is_new),
             lambda: _end_user(part, own, sums, user, is_new),
             lambda: sums,
         )
@@ -328,7 +328,7 @@ def _store(part: Part, row: Any, sums: Sequence[Any], is_wanted: Any, target: An
     """Stores sums to a row of the CTA's part of `target`; None: of the result."""
     target = part.ctx.outputs.sums if target is None else target
     words = part.ctx.shape.numbers * jnp.dtype(target.dtype).itemsize // 4
-    rows = Rows(target, words, part.ctx.interpret)
+    rows = Rows(target, words)
     rows.store(jnp.maximum(row, 0) + part.first_row, part.vector, rows.rounded(sums), is_wanted)
 
 
@@ -336,13 +336,11 @@ def _no_sum() -> jax.Array:
     return same(0).astype(jnp.float32)
 
 
-def _order(
-    index: jax.Array, users: int, *, as_it_is: bool, interpret: bool
-) -> tuple[jax.Array, jax.Array | None]:
+def _order(index: jax.Array, users: int, *, as_it_is: bool) -> tuple[jax.Array, jax.Array | None]:
     """Puts candidates into user order, unless `as_it_is`; returns users, and the order or None."""
     if as_it_is or users == 1:
         return index, None
-    if counted_order.fits(index.shape[0], users) and not interpret:
+    if counted_order.fits(index.shape[0], users) and not mosaic.is_interpreted():
         found = counted_order.count_order(None, index, users)
         return found.user, found.order
     order = work_order.by_user(jnp.clip(index, 0, users - 1))
@@ -357,7 +355,6 @@ def segment_sum_kernel(
     config: SegmentSumConfig,
     is_sorted: bool = False,
     dtype: Any = None,
-    interpret: Any = False,
 ) -> jax.Array:
     """Sums rows over the candidates of each user: [U, width], zeros for a user without candidates.
 
@@ -366,9 +363,7 @@ def segment_sum_kernel(
     words of 32 bits to f32 first. `cand_to_user` [B] int32 is clamped to [0, users).
     """
     batch, width = values.shape
-    user, order = _order(
-        cand_to_user, users, as_it_is=is_sorted or config.users > 0, interpret=bool(interpret)
-    )
+    user, order = _order(cand_to_user, users, as_it_is=is_sorted or config.users > 0)
     result = stored = jnp.dtype(dtype or values.dtype)
     words = vector_words(width, values.dtype.itemsize)
     if not words:
@@ -382,7 +377,7 @@ def segment_sum_kernel(
         stored = jnp.float32
     list_words = memory.Words((pl.cdiv(shape.most_listed, threads) * threads,))
     is_sorting = config.users > 1
-    counts = scan.padded(Threads(config.warpgroups, 0, False), config.users * threads // LANES)
+    counts = scan.padded(Threads(config.warpgroups, 0), config.users * threads // LANES)
     array = jax.ShapeDtypeStruct
     outputs = _Outputs(array((config.parts * users, width), stored))
     # Adding up the shares takes 1.6 us.
@@ -410,15 +405,14 @@ def segment_sum_kernel(
         workers=chunks * slices * config.parts,
         warpgroups=config.warpgroups,
         config=config,
-        interpret=interpret,
     )
-    sums: jax.Array = found.sums if found.shares is None else _with_shares(found, interpret)
+    sums: jax.Array = found.sums if found.shares is None else _with_shares(found)
     if config.parts > 1:
         sums = sums.reshape(config.parts, users, width).sum(axis=0)
     return sums.astype(result)
 
 
-def _with_shares(found: _Outputs, interpret: Any) -> jax.Array:
+def _with_shares(found: _Outputs) -> jax.Array:
     """Adds those of long users to the sums, whose memory it reuses."""
     (slices, width), config = found.shares.shape, SegmentSumConfig(32, 1, 8)
     words, sums = vector_words(width, 4), jax.new_ref(found.sums)
@@ -432,6 +426,5 @@ def _with_shares(found: _Outputs, interpret: Any) -> jax.Array:
         name="ikbo_segment_sum_shares",
         workers=chunks * slices,
         config=config,
-        interpret=interpret,
     )
     return jax.freeze(sums)

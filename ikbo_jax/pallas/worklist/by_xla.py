@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from ikbo_jax.pallas.hopper import mosaic
 from ikbo_jax.pallas.worklist import counted_order, work_order
 from ikbo_jax.pallas.worklist.keys_of_tile import keys_of_tile
 from ikbo_jax.pallas.worklist.lists import (
@@ -39,6 +40,11 @@ class _Rows(NamedTuple):
     target: jax.Array  # first row that is written
     length: jax.Array
     rest: jax.Array  # rows past the bound, which follow
+
+
+def is_preferred() -> bool:
+    """Returns whether kernels are interpreted, which runs lists and sums thread by thread."""
+    return mosaic.is_interpreted()
 
 
 def query_tiles(offsets: Offsets, *, size: int, unit: int = 1) -> TileList:
@@ -106,10 +112,10 @@ def by_blocks(
     return TileList(words, listed.counts.at[0].set(jnp.sum(blocks > 0, dtype=jnp.int32)))
 
 
-def works(offsets: Offsets, settings: WorkSettings, *, interpret: bool) -> Works:
+def works(offsets: Offsets, settings: WorkSettings) -> Works:
     """Lists the work of both backward kernels, as `works.works` does.
 
-    With `interpret`, XLA orders sequences that share keys; otherwise a launch, if they fit it.
+    Under interpretation, XLA orders sequences that share keys; otherwise a launch, if they fit it.
     """
     key_block, parts = settings.key_block, settings.parts
     q, kv = _queries(offsets), _keys(offsets)
@@ -133,7 +139,7 @@ def works(offsets: Offsets, settings: WorkSettings, *, interpret: bool) -> Works
     end = begin + 1
     if offsets.q_to_kv is not None:  # every n-th sequence of queries belongs to copy n of the keys
         kv_of = kv_of + number % parts * batch_kv
-        if interpret:
+        if mosaic.is_interpreted():
             order = work_order.by_user(kv_of)
         else:
             order = counted_order.by_user(kv_of, batch_kv * parts)

@@ -79,7 +79,7 @@ class Shape:
     @property
     def counted(self) -> int:
         """Number of users, rounded up so that all threads have equally many."""
-        threads = Threads(WARPGROUPS, 0, False)
+        threads = Threads(WARPGROUPS, 0)
         return threads.parts(self.users)[2] * threads.count
 
 
@@ -160,7 +160,7 @@ class _Range(WarpgroupContext):
 
     @property
     def threads(self) -> Threads:
-        return Threads(WARPGROUPS, self.consumer, False)
+        return Threads(WARPGROUPS, self.consumer)
 
     def loaded_user(self, candidate: jax.Array) -> jax.Array:
         """Loads a candidate's user from the index; past the end, the last candidate's user."""
@@ -308,7 +308,6 @@ def _own_vectors(own: _Range) -> Any:
 
 
 def _copy(own: _Range) -> None:
-    """Copies the queries of the CTA's candidates to their places."""
     shape, threads, most = own.shape, own.threads, _own_vectors(own)
     rounds, numbers_of = threads.rounds(shape.own * shape.vectors, unroll=ACCESSES)
 

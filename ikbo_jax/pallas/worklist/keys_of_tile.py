@@ -109,8 +109,6 @@ def _cuts(bounds: Bounds, first: Any, skipped: Any, unit: int, divide: Any) -> t
         block(bounds.end - first - skipped),
         block(bounds.gap_begin - first),
         jnp.where(
-            bounds.gap_begin < bounds.gap_end,
-            block(bounds.gap_end - first - skipped, unit - 1),
-            0,
+            bounds.gap_begin < bounds.gap_end, block(bounds.gap_end - first - skipped, unit - 1), 0
         ),
     )

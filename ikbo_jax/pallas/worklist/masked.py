@@ -12,23 +12,22 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
 
-from ikbo_jax.pallas.hopper.launch import launch_threads
+from ikbo_jax.pallas.hopper import mosaic
 from ikbo_jax.pallas.hopper.per_thread import cdiv, same, select
 from ikbo_jax.pallas.worklist import by_xla
 from ikbo_jax.pallas.worklist.keys_of_tile import keys_of_tile
-from ikbo_jax.pallas.worklist.lists import (
-    TILE_WORDS,
-    Offsets,
-    TileList,
-    early_keys,
-    mask_words,
-)
+from ikbo_jax.pallas.worklist.lists import TILE_WORDS, Offsets, TileList, early_keys, mask_words
 from ikbo_jax.pallas.worklist.scan import running_sums
 from ikbo_jax.pallas.worklist.search import count_at_most
 from ikbo_jax.pallas.worklist.segments import SegmentContext, Shape, load, running_maxima, segment
-from ikbo_jax.pallas.worklist.tiles import WARPGROUPS, list_tiles, own_segments, shared_words
+from ikbo_jax.pallas.worklist.tiles import (
+    WARPGROUPS,
+    launch_list,
+    list_tiles,
+    own_segments,
+    shared_words,
+)
 from ikbo_jax.problems import memory
 from ikbo_jax.problems.attention_tile_cost import MOST_LISTED_WORDS
 from ikbo_jax.reference.hstu import Rule, Sequence
@@ -159,12 +158,7 @@ def list_masked_tiles(ctx: MaskedContext) -> None:
 
 
 def masked_tiles(
-    offsets: Offsets,
-    *,
-    size: int,
-    unit: int,
-    keys_per_group: int | None = None,
-    interpret: Any = False,
+    offsets: Offsets, *, size: int, unit: int, keys_per_group: int | None = None
 ) -> TileList:
     """Lists tiles of queries that have a rule, sorted by the blocks of keys that their rows see.
 
@@ -173,7 +167,7 @@ def masked_tiles(
     """
     operands = offsets.arrays
     assert offsets.rule is not None
-    warpgroups = 1 if interpret else WARPGROUPS
+    warpgroups = 1 if mosaic.is_interpreted() else WARPGROUPS
     kinds = {"is_merged": False, "rule": offsets.rule, "keys_per_group": keys_per_group}
     kinds["early_keys"] = early_keys(offsets.rule)
     plain = dataclasses.asdict(Shape.of(offsets, size, unit, warpgroups=warpgroups))
@@ -190,17 +184,6 @@ def masked_tiles(
             for name, x in (("targets", operands.num_targets), ("contextual", operands.contextual))
         },
     )
-    sizes = ((shape.most, TILE_WORDS + mask_words(offsets.rule)), (2,))
-    declared: Any = (jax.ShapeDtypeStruct(size, jnp.int32) for size in sizes)
-    return launch_threads(
-        list_masked_tiles,
-        shape,
-        operands,
-        TileList(*declared),
-        shared,
-        name="ikbo_masked_tile_list",
-        workers=pl.cdiv(shape.segments, own),
-        warpgroups=warpgroups,
-        context=MaskedContext,
-        interpret=interpret,
-    )
+    words = TILE_WORDS + mask_words(offsets.rule)
+    options = words, own, "ikbo_masked_tile_list", MaskedContext
+    return launch_list(list_masked_tiles, shape, operands, shared, *options)

@@ -327,7 +327,7 @@ def _describe_tile(ctx: Numbering, index: jax.Array, is_wanted: jax.Array) -> No
 
 def _number_and_describe(ctx: WarpgroupContext) -> None:
     """Numbers all rows, and describes the CTA's share, on the CTA's warpgroup."""
-    workers, threads = _workers(ctx.shape, ctx.outputs), Threads(1, 0, ctx.interpret)
+    workers, threads = _workers(ctx.shape, ctx.outputs), Threads(1, 0)
     numbering = Numbering(
         ctx.shape, ctx.shared, ctx.operands, ctx.outputs, ctx.worker, workers, threads
     )
@@ -351,7 +351,7 @@ def _workers(sizes: Sizes, outputs: Outputs) -> int:
     return min(pl.cdiv(most, WARPGROUP_SIZE), MOST_WORKERS)
 
 
-def numbering_kernel(operands: Operands, sizes: Sizes, *, interpret: Any = False) -> Outputs:
+def numbering_kernel(operands: Operands, sizes: Sizes) -> Outputs:
     """Numbers rows and describes users; returns the arrays that `sizes` asks for."""
     declared = outputs(sizes)
     return launch_threads(
@@ -362,5 +362,4 @@ def numbering_kernel(operands: Operands, sizes: Sizes, *, interpret: Any = False
         shared(sizes),
         name="ikbo_attention_backward_rows",
         workers=_workers(sizes, declared),
-        interpret=interpret,
     )

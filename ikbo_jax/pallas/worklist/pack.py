@@ -110,7 +110,7 @@ def by_xla(query: jax.Array, cand_to_user: jax.Array, users: int) -> Order:
 def _pack(ctx: WarpgroupContext) -> None:
     """Orders and copies the CTA's candidates."""
     shape, shared, outputs = ctx.shape, ctx.shared, ctx.outputs
-    read = functools.partial(per_thread.gather, interpret=False)
+    read = functools.partial(per_thread.gather)
     thread, zero = per_thread.number(), per_thread.same(0)
     group = lax.div(ctx.worker, jnp.int32(shape.parts))
     part = ctx.worker - group * shape.parts
@@ -129,15 +129,15 @@ def _pack(ctx: WarpgroupContext) -> None:
     plgpu.commit_smem()
     # Threads of the last candidates of the index have none.
     candidate = jnp.minimum(thread, CANDIDATES - 1)
-    place = scan.rank_of(Threads(1, 0, False), shared.ranks, candidate)
+    place = scan.rank_of(Threads(1, 0), shared.ranks, candidate)
     user = zero
     for i, x in enumerate(users):
         user = jnp.where(candidate == i, x, user)
     is_own = thread < CANDIDATES
-    per_thread.scatter(shared.places, candidate, place, is_own, interpret=False)
+    per_thread.scatter(shared.places, candidate, place, is_own)
     is_own = is_own & (first + thread < shape.batch) & (zero + part == 0)
     for ref, values in ((outputs.user, user), (outputs.order, first + candidate)):
-        per_thread.scatter(ref, place, values, is_own, space="global", interpret=False)
+        per_thread.scatter(ref, place, values, is_own, space="global")
     plgpu.commit_smem()
     for words, v, x in zip(loaded, vectors, own, strict=True):
         place = read(shared.places, jnp.minimum(x, CANDIDATES - 1), "shared")
@@ -152,7 +152,7 @@ def _rank(ctx: WarpgroupContext, first: Any) -> list[jax.Array]:
     def users_of(candidates: list[jax.Array]) -> list[jax.Array]:
         # All loads before the first use of one.
         found = [
-            per_thread.gather(ctx.operands.index, jnp.minimum(x, last), "global", interpret=False)
+            per_thread.gather(ctx.operands.index, jnp.minimum(x, last), "global")
             for x in candidates
         ]
         return [jnp.clip(x, 0, shape.users - 1) for x in found]

@@ -232,5 +232,5 @@ def _totals(ctx: SegmentContext, bins: Bins, end: Any, rest: tuple[jax.Array, ja
 
 def bin_words(shape: Shape) -> int:
     """Returns the words of shared memory of the bins and their sum, rounded up to all threads."""
-    threads = Threads(shape.warpgroups, 0, False)
+    threads = Threads(shape.warpgroups, 0)
     return padded(threads, words(shape) + 1)

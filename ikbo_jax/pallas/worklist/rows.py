@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from ikbo_jax.pallas.hopper import mosaic
 from ikbo_jax.pallas.worklist import counted_order, numbering, work_order
 from ikbo_jax.pallas.worklist.numbering import TILE_WORDS, USER_WORDS, Sizes
 from ikbo_jax.reference import jagged
@@ -58,18 +59,16 @@ class Rows(NamedTuple):
         return first[:, None, None] + within.reshape(sizes.q_len, sizes.group)[None]
 
 
-def make_rows(
-    cand_to_user: jax.Array, lengths: jax.Array | None, sizes: Sizes, *, interpret: Any = False
-) -> Rows:
+def make_rows(cand_to_user: jax.Array, lengths: jax.Array | None, sizes: Sizes) -> Rows:
     """Numbers the rows by a launch; if there are too many candidates or users, by XLA.
 
     `cand_to_user` [B] and `lengths` [U] int32 are clamped; lengths of None are kv_len.
     """
     if not numbering.fits(sizes):
-        return by_xla(cand_to_user, lengths, sizes, orders_by_launch=not interpret)
-    placed = _order(cand_to_user, sizes, by_launch=not interpret)
+        return by_xla(cand_to_user, lengths, sizes, orders_by_launch=not mosaic.is_interpreted())
+    placed = _order(cand_to_user, sizes, by_launch=not mosaic.is_interpreted())
     operands = numbering.Operands(cand_to_user, lengths)
-    found = numbering.numbering_kernel(operands, sizes, interpret=interpret)
+    found = numbering.numbering_kernel(operands, sizes)
     return described(cand_to_user, *placed, found)
 
 

@@ -10,6 +10,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith
 
+from ikbo_jax.pallas.hopper import mosaic
 from ikbo_jax.pallas.hopper.warps import LANES, ballot, lane, load, lowest_bit
 
 SCALAR = plgpu.Layout.WG_SPLAT(())
@@ -62,14 +63,12 @@ def clamped(user: ir.Value, users: int) -> ir.Value:
     return arith.minsi(arith.maxsi(user, mgpu.c(0, i32)), mgpu.c(users - 1, i32))
 
 
-def end_of_run(
-    cand_to_user: Any, first: Any, stop: Any, most: int, users: int, *, interpret: bool
-) -> Any:
+def end_of_run(cand_to_user: Any, first: Any, stop: Any, most: int, users: int) -> Any:
     """Finds the first candidate after `first`, or `stop`, that has another user than `first`.
 
     `cand_to_user` [B] int32 in device memory is clamped; `most` is the largest `stop` - `first`.
     """
-    if interpret:
+    if mosaic.is_interpreted():
         user = jnp.clip(cand_to_user[first], 0, users - 1)
 
         def is_same(position: Any) -> Any:

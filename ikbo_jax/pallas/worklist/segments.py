@@ -91,7 +91,7 @@ class SegmentContext(WarpgroupContext):
 
     @property
     def threads(self) -> Threads:
-        return Threads(self.shape.warpgroups, self.consumer, self.interpret)
+        return Threads(self.shape.warpgroups, self.consumer)
 
     def segment(self, index: jax.Array) -> Segment:
         """Describes the segments with these numbers; segments past the last one are empty."""

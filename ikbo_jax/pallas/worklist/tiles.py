@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
+from ikbo_jax.pallas.hopper import mosaic
 from ikbo_jax.pallas.hopper.launch import launch_threads
 from ikbo_jax.pallas.hopper.per_thread import same
 from ikbo_jax.pallas.worklist import by_xla, positions
@@ -129,7 +130,6 @@ def rows_of_tile(
 
 
 def _list_query_tiles(ctx: SegmentContext) -> None:
-    """Lists the tiles of the CTA's segments of queries."""
     load(ctx)
     longest = running_maxima(ctx)
     if ctx.shape.is_merged:
@@ -181,7 +181,33 @@ def own_segments(shapes: tuple[Shape, ...]) -> int:
 # Host side
 
 
-def query_tiles(offsets: Offsets, *, size: int, unit: int = 1, interpret: Any = False) -> TileList:
+def launch_list(
+    list_all: Callable[[Any], None],
+    shape: Shape,
+    operands: Arrays,
+    shared: Any,
+    words: int,
+    own: int,
+    name: str,
+    context: type[SegmentContext] = SegmentContext,
+) -> TileList:
+    """Launches `list_all`, which lists tiles of `words` words, on CTAs of `own` segments."""
+    declared: Any = (jax.ShapeDtypeStruct(x, jnp.int32) for x in ((shape.most, words), (2,)))
+    found: TileList = launch_threads(
+        list_all,
+        shape,
+        operands,
+        TileList(*declared),
+        shared,
+        name=name,
+        workers=pl.cdiv(shape.segments, own),
+        warpgroups=shape.warpgroups,
+        context=context,
+    )
+    return found
+
+
+def query_tiles(offsets: Offsets, *, size: int, unit: int = 1) -> TileList:
     """Lists tiles of at most `size` rows, by blocks of `unit` keys; entries past the last are
     arbitrary.
 
@@ -190,19 +216,9 @@ def query_tiles(offsets: Offsets, *, size: int, unit: int = 1, interpret: Any = 
     operands = offsets.arrays
     if sum(x.shape[0] for x in operands if x is not None) > MOST_LISTED_WORDS:
         return by_xla.query_tiles(offsets, size=size, unit=unit)
-    shape = Shape.of(offsets, size, unit, warpgroups=1 if interpret else WARPGROUPS)
+    shape = Shape.of(offsets, size, unit, warpgroups=1 if mosaic.is_interpreted() else WARPGROUPS)
     own = own_segments((shape,))
-    sizes = ((shape.most, TILE_WORDS), (2,))
-    declared: Any = (jax.ShapeDtypeStruct(size, jnp.int32) for size in sizes)
-    return launch_threads(
-        _list_query_tiles,
-        shape,
-        operands,
-        TileList(*declared),
-        shared_words((shape,), operands, own, 9),
-        name="ikbo_tile_list",
-        workers=pl.cdiv(shape.segments, own),
-        warpgroups=shape.warpgroups,
-        context=SegmentContext,
-        interpret=interpret,
+    shared = shared_words((shape,), operands, own, 9)
+    return launch_list(
+        _list_query_tiles, shape, operands, shared, TILE_WORDS, own, "ikbo_tile_list"
     )

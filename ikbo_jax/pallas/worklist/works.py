@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+from ikbo_jax.pallas.hopper import mosaic
 from ikbo_jax.pallas.hopper.launch import launch_threads
 from ikbo_jax.pallas.hopper.per_thread import Threads, cdiv, same, select
 from ikbo_jax.pallas.worklist import by_xla, lists, tiles
@@ -323,7 +324,6 @@ def _list_keys(ctx: WorkContext, longest: jax.Array) -> None:
 
 
 def _list(ctx: WorkContext) -> None:
-    """Lists the tiles of queries or of keys of the CTA's segments."""
     threads, shared, static = ctx.threads, ctx.shared, ctx.config
     for ref in (shared.begins, shared.key_blocks):
         if ref is not None:
@@ -351,12 +351,12 @@ def _list(ctx: WorkContext) -> None:
 # Host side
 
 
-def works(offsets: Offsets, settings: WorkSettings, *, interpret: Any = False) -> Works:
+def works(offsets: Offsets, settings: WorkSettings) -> Works:
     """Lists the work of both kernels, by one launch if it fits shared memory; some words are
     arbitrary.
     """
     operands = offsets.arrays
-    warpgroups = 1 if interpret else tiles.WARPGROUPS
+    warpgroups = 1 if mosaic.is_interpreted() else tiles.WARPGROUPS
     static = _static(offsets, settings, warpgroups)
     shapes = (static.queries, static.keys)
     own = tiles.own_segments(shapes)
@@ -365,7 +365,7 @@ def works(offsets: Offsets, settings: WorkSettings, *, interpret: Any = False) -
     shared = _shared(static, operands, own)
     elements = sum(math.prod(x.shape) for x in shared if x is not None)
     if min(x.sequences for x in shapes) < 1 or elements > MOST_WORDS:
-        return by_xla.works(offsets, settings, interpret=bool(interpret))
+        return by_xla.works(offsets, settings)
 
     def words(*shape: int) -> Any:
         return jax.ShapeDtypeStruct(shape, jnp.int32)
@@ -387,7 +387,6 @@ def works(offsets: Offsets, settings: WorkSettings, *, interpret: Any = False) -
         warpgroups=warpgroups,
         config=static,
         context=WorkContext,
-        interpret=interpret,
     )
 
 
@@ -414,7 +413,7 @@ def _static(offsets: Offsets, settings: WorkSettings, warpgroups: int) -> Launch
 def _shared(static: Launch, operands: Arrays, own: int) -> Any:
     queries, keys = static.queries, static.keys
     found = tiles.shared_words((queries, keys), operands, own, 12)
-    threads = Threads(queries.warpgroups, 0, False)
+    threads = Threads(queries.warpgroups, 0)
     if static.has_statistics and not queries.is_broadcast:
         found = found._replace(statistics=memory.Words((queries.segments,)))
     if operands.q_to_kv is None:

@@ -24,14 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ikbo_jax.rewrite.attention.scores import (
-    KEY,
-    Fill,
-    Label,
-    Root,
-    Scores,
-    of_product,
-)
+from ikbo_jax.rewrite.attention.scores import KEY, Fill, Label, Root, Scores, of_product
 from ikbo_jax.rewrite.facts import masks
 from ikbo_jax.rewrite.interpret import Context, shape_of
 from ikbo_jax.rewrite.values import lineage, staged

@@ -29,14 +29,7 @@ from ikbo_jax.rewrite.interpret import shape_of
 from ikbo_jax.rewrite.rules import any_shape
 from ikbo_jax.rewrite.rules.elementwise import ELEMENTWISE, common_shape
 from ikbo_jax.rewrite.values import staged
-from ikbo_jax.rewrite.values.lineage import (
-    Concat,
-    Lazy,
-    Lineage,
-    is_plain,
-    origins_of,
-    spread,
-)
+from ikbo_jax.rewrite.values.lineage import Concat, Lazy, Lineage, is_plain, origins_of, spread
 from ikbo_jax.rewrite.values.registry import NotCovered
 
 #: The dtypes that gdpa accepts.
