@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import linen, nnx
-from jax import lax, nn
+from jax import export, lax, nn
 from rounding_rule import Case, assert_same
 
 import ikbo_jax as ikbo
@@ -108,7 +108,13 @@ FOUND = {
     "layer(g) @ w + c[:, None]": "layer norm, identity",
     "layer(x) @ w + c + 2 * c": "layer norm, identity",
     "nn.silu(2 * (layer(x) @ w))": "layer norm, identity",
-    "2 * nn.silu(layer(x) @ w)": "layer norm, identity",
+    "2 * nn.silu(layer(x) @ w)": "layer norm, silu",
+    "up(nn.silu(layer(x) @ w)) ** 2": "layer norm, silu",
+    # Numbers that are not real, and programs deeper than the stack.
+    "jnp.where(up(layer(x) @ w) * 1j == 0, 0.0, 1.0)": "layer norm, identity",
+    "([y := up(z)], [y := y + 1 for _ in range(999)], layer(x) @ w, y.astype(BF16) @ w)[2:]": (
+        "layer norm, identity"
+    ),
     # Sequences, and a residual around the layer.
     "t + nn.silu(layer(t, s, b) @ w) @ w": "bfloat16[2,3,16], layer norm, silu",
     "layer(t, s, b).reshape(6, F) @ w": "layer norm, identity",
@@ -190,6 +196,7 @@ LEFT = {
     "(lambda f: (f - mean(f)) * mean(f) * lax.rsqrt(mean((f - mean(f)) ** 2) + 1e-5))(up(x))"
     ".astype(BF16) @ w": "times the mean",
     "(up(x) * lax.rsqrt(mean(up(x) ** 2) + 1e-6) ** 2).astype(BF16) @ w": "divided twice",
+    "([y := up(x)], [y := y * y + y for _ in range(12)], y.astype(BF16) @ w)[2]": "4,096 terms",
     "(2 * layer(x)) @ w": "twice the norm",
     "(layer(x) + 1) @ w": "a number is added",
     "layer(x).astype(jnp.int32).astype(BF16) @ w": "a cast to integers",
@@ -324,13 +331,27 @@ def test_found_at_both_batches() -> None:
     assert_same([Case("both", fn, args)])
 
 
+@pytest.mark.parametrize(("features", "columns"), [(F, "n"), ("n", 16), (F, 0)])
 @pytest.mark.usefixtures("gpu")
-def test_an_exception_leaves_the_program(monkeypatch) -> None:
+def test_found_beside_a_layer_that_no_kernel_takes(features, columns) -> None:
+    shapes = (8, F), (F, 16), (8, features), (features, columns)
+    (n,) = export.symbolic_shape("n")
+    args = [jax.ShapeDtypeStruct([n if k == "n" else k for k in x], BF16) for x in shapes]
+    fn = ikbo.rewrite(lambda x, w, y, v: (rms(x) @ w, layer(y) @ v))
+    (report,) = ikbo.explain(fn, *args).notes
+    (found,) = report.layers
+    assert found.endswith("rms norm, identity")
+
+
+@pytest.mark.parametrize("where", ["graph_of", "without_dead_code"])
+@pytest.mark.usefixtures("gpu")
+def test_an_exception_leaves_the_program(monkeypatch, where) -> None:
     def fail(*_: Any) -> None:
         raise RuntimeError("broken")
 
-    monkeypatch.setattr(linear_layers, "graph_of", fail)
+    monkeypatch.setattr(linear_layers, where, fail)
     case = program("layer(x) @ w")
     (text,) = layers(case)
     assert "linear layers stay as they are: RuntimeError: broken" in text
+    assert "except" not in str(ikbo.explain(ikbo.rewrite(case.fn), *case.args))
     np.testing.assert_array_equal(ikbo.rewrite(case.fn)(*case.args), case.fn(*case.args))

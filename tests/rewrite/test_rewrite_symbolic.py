@@ -60,6 +60,7 @@ def report_of_exported(name: str, constraints):
 def test_a_batch_with_a_bound(name: str) -> None:
     report = report_of_exported(name, [f"batch >= {U * S}"])
     assert report.changed, str(report)
+    assert "*batch" in str(report)
 
 
 @pytest.mark.parametrize("name", ["dlrm", "causal_transformer", "last_item_by_two_indices"])

@@ -175,13 +175,15 @@ class RewriteReport(_Costs):
         text = f"rewrite: {self._summary()}"
         if self.changed:
             return text
-        text += "; the original function runs" + ", except its linear layers" * bool(self.layers)
+        has_ops = bool(self.layers) and "stay as they are" not in self.layers[0]
+        text += "; the original function runs" + ", except its linear layers" * has_ops
         return text + (f": {self.reason}" if self.reason else "")
 
     def _left(self) -> list[str]:
         left = [lookup for lookup in self.lookups if lookup.outcome != "removed"]
         texts = ["lookups left as they are:", *_once(left)] if left else []
-        return [*texts, *(["linear layers:", *_once(self.layers)] if self.layers else [])]
+        layers = ["linear layers, for values without a derivative:", *_once(self.layers)]
+        return [*texts, *(layers if self.layers else [])]
 
     def _summary(self) -> str:
         count = len(self.broadcasts)
