@@ -41,12 +41,12 @@ def mean(x: jax.Array) -> jax.Array:
 
 
 def layer(x, s=None, b=None, eps=1e-5, fast=False):
-    """As Keras writes it: the factors first."""
+    """As Keras writes it: the factors first, and the mean with its sign changed."""
     f = up(x)
     m = mean(f)
     variance = mean(f * f) - m * m if fast else mean(jnp.square(f - m))
     factor = lax.rsqrt(variance + eps) * (1 if s is None else s)
-    return (f * factor + ((0 if b is None else b) - m * factor)).astype(x.dtype)
+    return (f * factor + (-m * factor + (0 if b is None else b))).astype(x.dtype)
 
 
 def rms(x, s=None, eps=1e-6):
@@ -104,6 +104,8 @@ FOUND = {
     ".astype(BF16) @ w": "layer norm, identity",
     "layer(x) @ w + z": "layer norm, identity",
     "layer(g, s, b) @ w": "bfloat16[16,16], layer norm, identity",
+    "(up(x) * (mean(up(x) ** 2) + 1e-6) ** -0.5).astype(BF16) @ w": "rms norm, identity",
+    "(up(x) / (mean(up(x) ** 2) + 1e-6) ** 0.5).astype(BF16) @ w": "rms norm, identity",
     # Biases and scales that are none of the op's.
     "layer(g) @ w + c[:, None]": "layer norm, identity",
     "layer(x) @ w + c + 2 * c": "layer norm, identity",

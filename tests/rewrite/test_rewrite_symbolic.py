@@ -81,6 +81,16 @@ def test_sizes_are_compared_for_every_value_of_a_dimension() -> None:
     assert not lineage.is_at_least(1, 2)
 
 
+def test_one_of_branches_whose_order_is_unknown_counts() -> None:
+    (batch,) = export.symbolic_shape("batch", constraints=["batch >= 8"])
+    args = [jax.ShapeDtypeStruct((n, 64), jnp.float32) for n in (batch, 64)]
+    program = jax.make_jaxpr(
+        lambda x, w: jax.lax.cond(x[0, 0] > 0, lambda: x @ w, lambda: x + (w @ w).sum())
+    )(*args)
+    for cost_of in (cost.program_cost, cost.decisive_cost):
+        assert cost_of(program).flops in (2 * 64 * 64 * batch, 2 * 64 * 64 * 64)
+
+
 def test_a_program_that_may_cost_more_is_refused() -> None:
     (batch,) = export.symbolic_shape("batch", constraints=["batch >= 8"])
     row, rows = (jax.ShapeDtypeStruct((n, 512), jnp.float32) for n in (64, batch))

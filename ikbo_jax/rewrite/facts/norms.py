@@ -156,17 +156,18 @@ class _Proof:
             if name in ("add", "sub"):
                 return _sum(a, b, 1.0 if name == "add" else -1.0)
             return _product(a, b if name == "mul" else _inverse(b))
-        if name == "convert_element_type":
-            return self.of(operands[0])
+        if name in ("convert_element_type", "neg"):
+            return _product(self.of(operands[0]), {_ONE: -1.0 if name == "neg" else 1.0})
         if name == "square" or name == "integer_pow" and node.eqn.params["y"] == 2:
             return _product(self.of(operands[0]), self.of(operands[0]))
-        if name in ("rsqrt", "sqrt"):
+        power = operands[1].number if name == "pow" else {"rsqrt": -0.5, "sqrt": 0.5}.get(name)
+        if power in (-0.5, 0.5):
             of = dict(self.of(operands[0]))
             eps = of.pop(_ONE, 0.0)
             kind = next((k for k, v in _VARIANCES.items() if _equal(of, v)), None)
             if kind is not None and eps > 0 and self.norm in (None, (kind, eps)):
                 self.norm = kind, eps
-                return _one(RSTD, 1 if name == "rsqrt" else -1)
+                return _one(RSTD, 1 if power == -0.5 else -1)
         axes = node.eqn.params["axes"] if name == "reduce_sum" else ()
         if axes == (len(self.rows),) and operands[0].shape == self.shape:
             return _product(self._mean_of_row(operands[0]), {_ONE: float(self.features)})

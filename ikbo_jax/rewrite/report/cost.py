@@ -401,8 +401,8 @@ class _Walk:
 
 def _dearest(branches: list[dict[int | None, Cost]]) -> dict[int | None, Cost]:
     """Returns the FLOPs of the branch with most FLOPs, and the bytes of the one with most bytes."""
-    flops = max(branches, key=lambda x: total(x).flops)
-    nbytes = max(branches, key=lambda x: total(x).nbytes)
+    flops = lineage.largest(branches, lambda x: total(x).flops)
+    nbytes = lineage.largest(branches, lambda x: total(x).nbytes)
     return {
         key: flops.get(key, _NOTHING)._replace(nbytes=nbytes.get(key, _NOTHING).nbytes)
         for key in flops | nbytes

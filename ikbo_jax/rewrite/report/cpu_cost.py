@@ -335,7 +335,7 @@ def _dearest(branches: Sequence[dict[int | None, list[int]]]) -> dict[int | None
     """Returns the FLOPs of the branch with most FLOPs, and the bytes of the one with most bytes."""
 
     def largest(n: int) -> dict[int | None, list[int]]:
-        return max(branches, key=lambda sums: sum(x[n] for x in sums.values()))
+        return lineage.largest(branches, lambda sums: sum(x[n] for x in sums.values()))
 
     flops, nbytes = largest(0), largest(1)
     return {

@@ -216,8 +216,9 @@ _LIBRARY = tuple(str(_PACKAGE / name) + os.sep for name in ("layers", "ops", "re
 
 @functools.cache
 def _is_model(file_name: str) -> bool:
-    """Whether a stack frame of this file is the model's: not of JAX, Flax or this library."""
-    libraries = [sys.modules[name] for name in ("jax", "flax") if name in sys.modules]
+    """Whether a stack frame of this file is the model's: not of JAX or a library of layers."""
+    names = ("jax", "flax", "keras", "haiku", "equinox")
+    libraries = [sys.modules[name] for name in names if name in sys.modules]
     folders = [str(pathlib.Path(str(m.__file__)).parent) + os.sep for m in libraries]
     return not file_name.startswith((*_LIBRARY, *folders))
 
