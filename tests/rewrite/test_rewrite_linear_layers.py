@@ -345,6 +345,20 @@ def test_found_beside_a_layer_that_no_kernel_takes(features, columns) -> None:
     assert found.endswith("rms norm, identity")
 
 
+@pytest.mark.usefixtures("gpu")
+def test_a_called_program_is_the_same_in_every_trace() -> None:
+    """JAX compiles it again otherwise, at every call of a function that is not under `jit`."""
+    inner = jax.jit(lambda x, w: layer(x) @ w)
+    fn = ikbo.rewrite(lambda x, w: [2 * inner(x, w), lax.map(lambda x: inner(x, w), x[None])])
+    programs = []
+    for _ in range(2):
+        (eqn, *_) = jax.make_jaxpr(fn)(*program("x @ w").args).eqns
+        programs.append(eqn.params["program"].eqns[0].params["jaxpr"])
+        assert len(ikbo.explain(fn, *program("x @ w").args).notes[0].layers) == 1
+    assert programs[0] is programs[1]
+    assert "norm_linear" in str(programs[0])
+
+
 @pytest.mark.parametrize("where", ["graph_of", "without_dead_code"])
 @pytest.mark.usefixtures("gpu")
 def test_an_exception_leaves_the_program(monkeypatch, where) -> None:

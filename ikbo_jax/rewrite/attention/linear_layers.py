@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -72,37 +73,45 @@ def with_linear_layers(program: core.Jaxpr, found: Callable[[str, Any], None]) -
     """
     if not has_kernels() or program.effects:
         return program
-    texts: list[tuple[str, Any]] = []
     try:
-        result = _rewritten(program, lambda *text: texts.append(text), {})
+        result, texts = _rewritten(program)
     except ImportError:
         raise
     except Exception as error:
         result, texts = program, [(f"linear layers stay as they are: {described(error)}", None)]
-    for text in texts:
-        found(*text)
+    for text, eqn in {id(eqn): (text, eqn) for text, eqn in texts}.values():
+        found(text, eqn)
     return result
 
 
-def _rewritten(program: Any, found: Callable[[str, Any], None], known: dict[int, Any]) -> Any:
-    """Rewrites a program and the programs that it calls, each of them once."""
-    if id(program) in known:
-        return known[id(program)][1]
-    eqns = []
+#: What programs became, None if they stay, and the texts, so that JAX, which knows programs that
+#: are called by identity, compiles them once even if the calling function is traced again.
+_KNOWN: weakref.WeakKeyDictionary[Any, tuple[Any, list[tuple[str, Any]]]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def _rewritten(program: Any) -> tuple[Any, list[tuple[str, Any]]]:
+    """Rewrites a program and the programs that it calls, and says what became an op."""
+    if program in _KNOWN:
+        known, texts = _KNOWN[program]
+        return program if known is None else known, texts
+    eqns, texts = [], []
     for eqn in program.eqns:
-        inner = eqn.params["jaxpr"] if eqn.primitive.name in _CALLS else None
-        if inner is not None and (new := _rewritten(inner, found, known)) is not inner:
-            eqn = eqn.replace(params={**eqn.params, "jaxpr": new})
+        if eqn.primitive.name in _CALLS:
+            inner, more = _rewritten(eqn.params["jaxpr"])
+            texts += more
+            if inner is not eqn.params["jaxpr"]:
+                eqn = eqn.replace(params={**eqn.params, "jaxpr": inner})
         eqns.append(eqn)
     is_same = all(a is b for a, b in zip(eqns, program.eqns, strict=True))
     result = program if is_same else program.replace(eqns=eqns)
     nodes, products = graph_of(result)
     if layers := list(_layers(products)):
-        for layer in layers:
-            found(str(layer), result.eqns[layer.position])
+        texts += [(str(x), result.eqns[x.position]) for x in layers]
         result = without_dead_code(_replaced(result, nodes, layers))
-    known[id(program)] = program, result
-    return result
+    _KNOWN[program] = None if result is program else result, texts
+    return result, texts
 
 
 def _layers(products: Sequence[Node]) -> Iterator[_Layer]:
