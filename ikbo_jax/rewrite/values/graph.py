@@ -42,7 +42,7 @@ class Node:
         found = self.literal
         if None not in numbers:
             with np.errstate(all="ignore"):  # A fill of -1e9 overflows float16.
-                found = np.asarray(_OF_NUMBERS[self.name](*numbers)).astype(self.dtype)
+                found = np.asarray(_OF_NUMBERS[self.name](*numbers)).astype(self.aval.dtype)
         if found is not None and not np.ndim(found) and not self.dtype.startswith("complex"):
             self.number = float(found)
 
