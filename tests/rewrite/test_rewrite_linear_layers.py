@@ -134,6 +134,8 @@ FOUND = {
     "(lambda y: (y @ (2 * up(w)).astype(BF16), y @ (1 + up(g)).astype(BF16)))(rms(x, s))": (
         "rms norm, identity+identity"
     ),
+    "(lambda y: (y @ w[:, :N], y @ w[:, N:]))(rms(x, s))": "rms norm, identity+identity",
+    "(lambda y: [y @ v[:, 0], y @ v[:, 1]])(layer(x, s, b))": "layer norm, identity+identity",
     # Programs within programs.
     "jax.jit(lambda x: nn.silu(jax.jit(layer)(x) @ w + c))(x)": "layer norm, silu",
     "jax.checkpoint(lambda x: nn.silu(layer(x) @ w))(x)": "layer norm, silu",

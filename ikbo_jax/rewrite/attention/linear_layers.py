@@ -33,7 +33,7 @@ _LEAST_ROWS, _LEAST_FEATURES = 4096, 128
 #: Equations that change no number, or round it, between a norm and its products.
 _VIEWS = ("convert_element_type", "reshape")
 #: Equations that make weights, which may run earlier than where the program has them.
-_CHEAP = (*_VIEWS, "add", "broadcast_in_dim", "mul")
+_CHEAP = (*_VIEWS, "add", "broadcast_in_dim", "mul", "slice", "squeeze")
 #: From a product to the result of the longest activation, and some that follow.
 _MOST_EQUATIONS = 32
 _CALLS = ("checkpoint", "jit", "remat2", "scan")
