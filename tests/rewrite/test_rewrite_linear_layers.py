@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import linen, nnx
-from jax import lax, nn
+from jax import export, lax, nn
 from rounding_rule import Case, assert_same
 
 import ikbo_jax as ikbo
@@ -41,12 +41,12 @@ def mean(x: jax.Array) -> jax.Array:
 
 
 def layer(x, s=None, b=None, eps=1e-5, fast=False):
-    """As Keras writes it: the factors first."""
+    """As Keras writes it: the factors first, and the mean with its sign changed."""
     f = up(x)
     m = mean(f)
     variance = mean(f * f) - m * m if fast else mean(jnp.square(f - m))
     factor = lax.rsqrt(variance + eps) * (1 if s is None else s)
-    return (f * factor + ((0 if b is None else b) - m * factor)).astype(x.dtype)
+    return (f * factor + (-m * factor + (0 if b is None else b))).astype(x.dtype)
 
 
 def rms(x, s=None, eps=1e-6):
@@ -104,11 +104,19 @@ FOUND = {
     ".astype(BF16) @ w": "layer norm, identity",
     "layer(x) @ w + z": "layer norm, identity",
     "layer(g, s, b) @ w": "bfloat16[16,16], layer norm, identity",
+    "(up(x) * (mean(up(x) ** 2) + 1e-6) ** -0.5).astype(BF16) @ w": "rms norm, identity",
+    "(up(x) / (mean(up(x) ** 2) + 1e-6) ** 0.5).astype(BF16) @ w": "rms norm, identity",
     # Biases and scales that are none of the op's.
     "layer(g) @ w + c[:, None]": "layer norm, identity",
     "layer(x) @ w + c + 2 * c": "layer norm, identity",
     "nn.silu(2 * (layer(x) @ w))": "layer norm, identity",
-    "2 * nn.silu(layer(x) @ w)": "layer norm, identity",
+    "2 * nn.silu(layer(x) @ w)": "layer norm, silu",
+    "up(nn.silu(layer(x) @ w)) ** 2": "layer norm, silu",
+    # Numbers that are not real, and programs deeper than the stack.
+    "jnp.where(up(layer(x) @ w) * 1j == 0, 0.0, 1.0)": "layer norm, identity",
+    "([y := up(z)], [y := y + 1 for _ in range(999)], layer(x) @ w, y.astype(BF16) @ w)[2:]": (
+        "layer norm, identity"
+    ),
     # Sequences, and a residual around the layer.
     "t + nn.silu(layer(t, s, b) @ w) @ w": "bfloat16[2,3,16], layer norm, silu",
     "layer(t, s, b).reshape(6, F) @ w": "layer norm, identity",
@@ -126,6 +134,8 @@ FOUND = {
     "(lambda y: (y @ (2 * up(w)).astype(BF16), y @ (1 + up(g)).astype(BF16)))(rms(x, s))": (
         "rms norm, identity+identity"
     ),
+    "(lambda y: (y @ w[:, :N], y @ w[:, N:]))(rms(x, s))": "rms norm, identity+identity",
+    "(lambda y: [y @ v[:, 0], y @ v[:, 1]])(layer(x, s, b))": "layer norm, identity+identity",
     # Programs within programs.
     "jax.jit(lambda x: nn.silu(jax.jit(layer)(x) @ w + c))(x)": "layer norm, silu",
     "jax.checkpoint(lambda x: nn.silu(layer(x) @ w))(x)": "layer norm, silu",
@@ -190,6 +200,7 @@ LEFT = {
     "(lambda f: (f - mean(f)) * mean(f) * lax.rsqrt(mean((f - mean(f)) ** 2) + 1e-5))(up(x))"
     ".astype(BF16) @ w": "times the mean",
     "(up(x) * lax.rsqrt(mean(up(x) ** 2) + 1e-6) ** 2).astype(BF16) @ w": "divided twice",
+    "([y := up(x)], [y := y * y + y for _ in range(12)], y.astype(BF16) @ w)[2]": "4,096 terms",
     "(2 * layer(x)) @ w": "twice the norm",
     "(layer(x) + 1) @ w": "a number is added",
     "layer(x).astype(jnp.int32).astype(BF16) @ w": "a cast to integers",
@@ -324,13 +335,41 @@ def test_found_at_both_batches() -> None:
     assert_same([Case("both", fn, args)])
 
 
+@pytest.mark.parametrize(("features", "columns"), [(F, "n"), ("n", 16), (F, 0)])
 @pytest.mark.usefixtures("gpu")
-def test_an_exception_leaves_the_program(monkeypatch) -> None:
+def test_found_beside_a_layer_that_no_kernel_takes(features, columns) -> None:
+    shapes = (8, F), (F, 16), (8, features), (features, columns)
+    (n,) = export.symbolic_shape("n")
+    args = [jax.ShapeDtypeStruct([n if k == "n" else k for k in x], BF16) for x in shapes]
+    fn = ikbo.rewrite(lambda x, w, y, v: (rms(x) @ w, layer(y) @ v))
+    (report,) = ikbo.explain(fn, *args).notes
+    (found,) = report.layers
+    assert found.endswith("rms norm, identity")
+
+
+@pytest.mark.usefixtures("gpu")
+def test_a_called_program_is_the_same_in_every_trace() -> None:
+    """JAX compiles it again otherwise, at every call of a function that is not under `jit`."""
+    inner = jax.jit(lambda x, w: layer(x) @ w)
+    fn = ikbo.rewrite(lambda x, w: [2 * inner(x, w), lax.map(lambda x: inner(x, w), x[None])])
+    programs = []
+    for _ in range(2):
+        (eqn, *_) = jax.make_jaxpr(fn)(*program("x @ w").args).eqns
+        programs.append(eqn.params["program"].eqns[0].params["jaxpr"])
+        assert len(ikbo.explain(fn, *program("x @ w").args).notes[0].layers) == 1
+    assert programs[0] is programs[1]
+    assert "norm_linear" in str(programs[0])
+
+
+@pytest.mark.parametrize("where", ["graph_of", "without_dead_code"])
+@pytest.mark.usefixtures("gpu")
+def test_an_exception_leaves_the_program(monkeypatch, where) -> None:
     def fail(*_: Any) -> None:
         raise RuntimeError("broken")
 
-    monkeypatch.setattr(linear_layers, "graph_of", fail)
+    monkeypatch.setattr(linear_layers, where, fail)
     case = program("layer(x) @ w")
     (text,) = layers(case)
     assert "linear layers stay as they are: RuntimeError: broken" in text
+    assert "except" not in str(ikbo.explain(ikbo.rewrite(case.fn), *case.args))
     np.testing.assert_array_equal(ikbo.rewrite(case.fn)(*case.args), case.fn(*case.args))

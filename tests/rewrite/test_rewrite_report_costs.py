@@ -3,6 +3,8 @@
 import inspect
 import math
 import re
+import sys
+import types
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +18,7 @@ from rewrite_basics import report_of
 import ikbo_jax as ikbo
 from ikbo_jax.ops import dispatch, explain
 from ikbo_jax.rewrite import RewriteReport
-from ikbo_jax.rewrite.report import cost
+from ikbo_jax.rewrite.report import cost, report
 from ikbo_jax.rewrite.report.work import BothCosts
 from ikbo_jax.rewrite.values import jaxprs
 
@@ -130,6 +132,13 @@ def test_functions_of_jax_have_the_lines_of_their_callers() -> None:
     ]
     (kept,) = report.broadcasts[1].kept
     assert kept.startswith(line_of(fn, "jnp.sort"))
+
+
+def test_files_of_libraries_of_layers_are_not_the_models(monkeypatch) -> None:
+    keras = types.SimpleNamespace(__file__="/libraries/keras/__init__.py")
+    monkeypatch.setitem(sys.modules, "keras", keras)
+    assert not report._is_model("/libraries/keras/src/dense.py")
+    assert report._is_model("/libraries/model.py")
 
 
 def test_costs_in_words() -> None:

@@ -60,6 +60,7 @@ def report_of_exported(name: str, constraints):
 def test_a_batch_with_a_bound(name: str) -> None:
     report = report_of_exported(name, [f"batch >= {U * S}"])
     assert report.changed, str(report)
+    assert "*batch" in str(report)
 
 
 @pytest.mark.parametrize("name", ["dlrm", "causal_transformer", "last_item_by_two_indices"])
@@ -78,6 +79,16 @@ def test_sizes_are_compared_for_every_value_of_a_dimension() -> None:
     assert not lineage.is_at_least(16, batch)
     assert lineage.is_at_least(2, 2)
     assert not lineage.is_at_least(1, 2)
+
+
+def test_one_of_branches_whose_order_is_unknown_counts() -> None:
+    (batch,) = export.symbolic_shape("batch", constraints=["batch >= 8"])
+    args = [jax.ShapeDtypeStruct((n, 64), jnp.float32) for n in (batch, 64)]
+    program = jax.make_jaxpr(
+        lambda x, w: jax.lax.cond(x[0, 0] > 0, lambda: x @ w, lambda: x + (w @ w).sum())
+    )(*args)
+    for cost_of in (cost.program_cost, cost.decisive_cost):
+        assert cost_of(program).flops in (2 * 64 * 64 * batch, 2 * 64 * 64 * 64)
 
 
 def test_a_program_that_may_cost_more_is_refused() -> None:

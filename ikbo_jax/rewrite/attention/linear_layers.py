@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -32,7 +33,9 @@ _LEAST_ROWS, _LEAST_FEATURES = 4096, 128
 #: Equations that change no number, or round it, between a norm and its products.
 _VIEWS = ("convert_element_type", "reshape")
 #: Equations that make weights, which may run earlier than where the program has them.
-_CHEAP = (*_VIEWS, "add", "broadcast_in_dim", "mul")
+_CHEAP = (*_VIEWS, "add", "broadcast_in_dim", "mul", "slice", "squeeze")
+#: From a product to the result of the longest activation, and some that follow.
+_MOST_EQUATIONS = 32
 _CALLS = ("checkpoint", "jit", "remat2", "scan")
 
 
@@ -66,38 +69,49 @@ def with_linear_layers(program: core.Jaxpr, found: Callable[[str, Any], None]) -
     """Replaces products after norms by ops, also in the programs that a program calls.
 
     Returns the same object if there are none, or if an exception is raised. Calls `found` with what
-    was recognised, and the equation of its first result.
+    became an op, and the equation of its first result.
     """
     if not has_kernels() or program.effects:
         return program
     try:
-        return _rewritten(program, found, {})
+        result, texts = _rewritten(program)
     except ImportError:
         raise
     except Exception as error:
-        found(f"linear layers stay as they are: {described(error)}", None)
-        return program
+        result, texts = program, [(f"linear layers stay as they are: {described(error)}", None)]
+    for text, eqn in {id(eqn): (text, eqn) for text, eqn in texts}.values():
+        found(text, eqn)
+    return result
 
 
-def _rewritten(program: Any, found: Callable[[str, Any], None], known: dict[int, Any]) -> Any:
-    """Rewrites a program and the programs that it calls, each of them once."""
-    if id(program) in known:
-        return known[id(program)][1]
-    eqns = []
+#: What programs became, None if they stay, and the texts, so that JAX, which knows programs that
+#: are called by identity, compiles them once even if the calling function is traced again.
+_KNOWN: weakref.WeakKeyDictionary[Any, tuple[Any, list[tuple[str, Any]]]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def _rewritten(program: Any) -> tuple[Any, list[tuple[str, Any]]]:
+    """Rewrites a program and the programs that it calls, and says what became an op."""
+    if program in _KNOWN:
+        known, texts = _KNOWN[program]
+        return program if known is None else known, texts
+    eqns, texts = [], []
     for eqn in program.eqns:
-        inner = eqn.params["jaxpr"] if eqn.primitive.name in _CALLS else None
-        if inner is not None and (new := _rewritten(inner, found, known)) is not inner:
-            eqn = eqn.replace(params={**eqn.params, "jaxpr": new})
+        if eqn.primitive.name in _CALLS:
+            inner, more = _rewritten(eqn.params["jaxpr"])
+            texts += more
+            if inner is not eqn.params["jaxpr"]:
+                eqn = eqn.replace(params={**eqn.params, "jaxpr": inner})
         eqns.append(eqn)
     is_same = all(a is b for a, b in zip(eqns, program.eqns, strict=True))
     result = program if is_same else program.replace(eqns=eqns)
     nodes, products = graph_of(result)
     if layers := list(_layers(products)):
-        for layer in layers:
-            found(str(layer), result.eqns[layer.position])
+        texts += [(str(x), result.eqns[x.position]) for x in layers]
         result = without_dead_code(_replaced(result, nodes, layers))
-    known[id(program)] = program, result
-    return result
+    _KNOWN[program] = None if result is program else result, texts
+    return result, texts
 
 
 def _layers(products: Sequence[Node]) -> Iterator[_Layer]:
@@ -113,7 +127,7 @@ def _layers(products: Sequence[Node]) -> Iterator[_Layer]:
     for rows, found in by_rows.items():
         try:
             norm, groups = norms.norm_of(rows), list(map(_group, found))
-        except norms.NotANorm:
+        except (norms.NotANorm, RecursionError):
             continue
         if not _pays(norm, groups) or not _is_read_by(norm, found):
             continue
@@ -132,6 +146,7 @@ def _is_dense(product: Node) -> bool:
         and all(x in (None, lax.Precision.DEFAULT) for x in jax.tree.leaves(params["precision"]))
         and rank >= 2
         and len(weight.shape) in (2, 3)
+        and all(type(n) is int and n for n in (*rows.shape, *weight.shape))
         and weight.name != "transpose"  # It would be copied.
         and rows.dtype == weight.dtype
     )
@@ -155,27 +170,28 @@ def _group(product: Node) -> _Group:
 def _activated(z: Node, dtype: str) -> tuple[str, Node]:
     """Returns the activation that is the only use of a value, and its result."""
     found: dict[Node, curves.Curve] = {z: curves.logits(z.dtype)}
-    queue = [z]
-    while queue:
+    queue, last = [z], ("identity", z)
+    while queue and len(found) < _MOST_EQUATIONS:
         for x in queue.pop().readers:
             if x is None or x in found or x.shape != z.shape:
                 continue
-            operands: list[Any] = [found.get(y, y.constant()) for y in x.operands]
+            operands: list[Any] = [found.get(y, y.number) for y in x.operands]
             curve = None if None in operands else curves.then(x.eqn, operands)
-            if curve is not None:
-                found[x] = curve
-                queue.append(x)
-    ends = [x for x in found if any(y is None or y not in found for y in x.readers)]
-    if len(ends) == 1 and ends[0] is not z and ends[0].dtype == dtype:
-        match = activations.match(found[ends[0]])
-        if match and abs(match.scale - 1) < 1e-6 and abs(match.output_scale - 1) < 1e-6:
-            return match.activation, ends[0]
-    return "identity", z
+            if curve is None:
+                continue
+            found[x] = curve
+            queue.append(x)
+            # Whatever follows is computed from x alone.
+            is_only = all(y in found for n in found if n is not x for y in n.readers)
+            match = activations.match(curve) if is_only and x.dtype == dtype else None
+            if match and abs(match.scale - 1) < 1e-6 and abs(match.output_scale - 1) < 1e-6:
+                last = match.activation, x
+    return last
 
 
 def _pays(norm: norms.FoundNorm, groups: Sequence[_Group]) -> bool:
     """Whether the kernel can compute products of a norm, and was measured to be faster."""
-    if not all(type(n) is int for n in norm.x.shape) or not staged.is_local(norm.x.aval):
+    if not staged.is_local(norm.x.aval):
         return False
     columns = tuple(math.prod(g.weight.shape[1:]) for g in groups)
     rows, features = math.prod(norm.x.shape[:-1]), norm.x.shape[-1]

@@ -23,6 +23,8 @@ NARROW = ("bfloat16", "float16")
 _ONE: frozenset[tuple[Any, int]] = frozenset()
 #: Rounding of numbers in float32, such as 1 / 384.
 _TOLERANCE = 1e-6
+#: Products of a norm have 9. Squares of squares of others would have thousands.
+_MOST_TERMS = 64
 
 
 class NotANorm(Exception):
@@ -95,6 +97,8 @@ def _sum(a: Polynomial, b: Polynomial, sign: float = 1.0) -> Polynomial:
 
 def _product(a: Polynomial, b: Polynomial) -> Polynomial:
     found: Polynomial = {}
+    if len(a) * len(b) > _MOST_TERMS:
+        raise NotANorm
     for (m, c), (n, d) in itertools.product(a.items(), b.items()):
         powers = dict(m)
         for k, power in n:
@@ -129,7 +133,7 @@ class _Proof:
             self.x = self.x or (node.operands[0] if node.shape == self.shape else None)
             if node.operands[0] is self.x and node.dtype == "float32":
                 return _one(X)
-        if (number := node.constant()) is not None:
+        if (number := node.number) is not None:
             return {_ONE: number} if number else {}
         if node.shape == (*(1 for _ in self.rows), self.features):
             while node.name in ("broadcast_in_dim", "reshape"):
@@ -152,17 +156,18 @@ class _Proof:
             if name in ("add", "sub"):
                 return _sum(a, b, 1.0 if name == "add" else -1.0)
             return _product(a, b if name == "mul" else _inverse(b))
-        if name == "convert_element_type":
-            return self.of(operands[0])
+        if name in ("convert_element_type", "neg"):
+            return _product(self.of(operands[0]), {_ONE: -1.0 if name == "neg" else 1.0})
         if name == "square" or name == "integer_pow" and node.eqn.params["y"] == 2:
             return _product(self.of(operands[0]), self.of(operands[0]))
-        if name in ("rsqrt", "sqrt"):
+        power = operands[1].number if name == "pow" else {"rsqrt": -0.5, "sqrt": 0.5}.get(name)
+        if power in (-0.5, 0.5):
             of = dict(self.of(operands[0]))
             eps = of.pop(_ONE, 0.0)
             kind = next((k for k, v in _VARIANCES.items() if _equal(of, v)), None)
             if kind is not None and eps > 0 and self.norm in (None, (kind, eps)):
                 self.norm = kind, eps
-                return _one(RSTD, 1 if name == "rsqrt" else -1)
+                return _one(RSTD, 1 if power == -0.5 else -1)
         axes = node.eqn.params["axes"] if name == "reduce_sum" else ()
         if axes == (len(self.rows),) and operands[0].shape == self.shape:
             return _product(self._mean_of_row(operands[0]), {_ONE: float(self.features)})
@@ -170,12 +175,12 @@ class _Proof:
             dims = node.eqn.params.get("broadcast_dimensions", range(len(self.rows)))
             if operands[0].shape == self.rows and tuple(dims) == tuple(range(len(self.rows))):
                 return self.of(operands[0])
-        if name == "max" and operands[0].constant() == 0:
+        if name == "max" and operands[0].number == 0:
             # A variance that is kept from being negative where it is rounded.
             found = self.of(operands[1])
             if any(_equal(found, v) for v in _VARIANCES.values()):
                 return found
-        if name == "select_n" and (which := operands[0].constant()) in (0, 1):
+        if name == "select_n" and (which := operands[0].number) in (0, 1):
             return self.of(operands[1 + int(which)])
         raise NotANorm
 

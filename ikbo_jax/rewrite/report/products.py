@@ -6,6 +6,7 @@ from typing import Any
 
 from jax.extend import core
 
+from ikbo_jax.rewrite.values import lineage
 from ikbo_jax.rewrite.values.equations import op_plan
 from ikbo_jax.rewrite.values.hoisting import PRODUCTS, scan_counts, split
 from ikbo_jax.rewrite.values.jaxprs import OPS, inner_programs
@@ -119,7 +120,10 @@ def sums_of_calls(
             found = list(zip((1, length), parts, strict=True))
     costs = [(times, count(x)) for times, x in found]
     if eqn.primitive.name == "cond":
-        costs = [max(costs, key=lambda x: [sum(n) for n in zip(*x[1].values(), strict=True)])]
+        # The branch with most FLOPs; of two, the one with more bytes.
+        for n in (1, 0):
+            costs.insert(0, lineage.largest(costs, lambda x, n=n: sum(y[n] for y in x[1].values())))
+        costs = costs[:1]
     return [
         (source, [length * flops, times * nbytes, times * kernels])
         for times, sums in costs

@@ -183,7 +183,6 @@ class Recorder:
         if self.muted or not origins:
             return
         size = lineage.bytes_of(value.shape, value.dtype)
-        size = size if isinstance(size, int) else 0
         for origin in origins:
             text = f"{'materialised' if copied else 'looked up in place'}, {self.line(eqn)}"
             origin.became[text] = origin.became.get(text, 0) + 1

@@ -164,13 +164,15 @@ class RewriteReport(_Costs):
         text = f"rewrite: {self._summary()}"
         if self.changed:
             return text
-        text += "; the original function runs" + ", except its linear layers" * bool(self.layers)
+        has_ops = bool(self.layers) and "stay as they are" not in self.layers[0]
+        text += "; the original function runs" + ", except its linear layers" * has_ops
         return text + (f": {self.reason}" if self.reason else "")
 
     def _left(self) -> list[str]:
         left = [lookup for lookup in self.lookups if lookup.outcome != "removed"]
         texts = ["lookups left as they are:", *_once(left)] if left else []
-        return [*texts, *(["linear layers:", *_once(self.layers)] if self.layers else [])]
+        layers = ["linear layers, for values without a derivative:", *_once(self.layers)]
+        return [*texts, *(layers if self.layers else [])]
 
     def _summary(self) -> str:
         count = len(self.broadcasts)
@@ -203,8 +205,9 @@ _LIBRARY = tuple(str(_PACKAGE / name) + os.sep for name in ("layers", "ops", "re
 
 @functools.cache
 def _is_model(file_name: str) -> bool:
-    """Whether a stack frame of this file is the model's: not of JAX, Flax or this library."""
-    libraries = [sys.modules[name] for name in ("jax", "flax") if name in sys.modules]
+    """Whether a stack frame of this file is the model's: not of JAX or a library of layers."""
+    names = ("jax", "flax", "keras", "haiku", "equinox")
+    libraries = [sys.modules[name] for name in names if name in sys.modules]
     folders = [str(pathlib.Path(str(m.__file__)).parent) + os.sep for m in libraries]
     return not file_name.startswith((*_LIBRARY, *folders))
 

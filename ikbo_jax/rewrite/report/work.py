@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 from jax.extend import core
 
 from ikbo_jax.rewrite.report.cost import Cost, cost_by_source, decisive_cost
+from ikbo_jax.rewrite.values import lineage
 
 
 class _Program(NamedTuple):
@@ -64,7 +65,7 @@ class BothCosts:
     def __str__(self) -> str:
         """Says what is saved, of how much; or that more bytes are moved than before."""
         text = _saved(self.flops_saved, self.original.flops, "FLOP")
-        if self.bytes_saved >= 0:
+        if lineage.is_at_least(self.bytes_saved, 0):
             return f"{text}, {_saved(self.bytes_saved, self.original.nbytes, 'B')}"
         moved = (f"{count(x.nbytes)}B" for x in (self.rewritten, self.original))
         return f"{text}, but moves {' instead of '.join(moved)}"
@@ -86,7 +87,12 @@ def _saved(amount: int, whole: int, unit: str) -> str:
 
 
 def count(number: int) -> str:
-    """Formats a number with three digits and the prefix of its unit, such as `1.23 M`."""
+    """Formats a number with three digits and the prefix of its unit, such as `1.23 M`.
+
+    Expressions of symbolic dimensions, which no unit is known to fit, stay as they are.
+    """
+    if not isinstance(number, int):
+        return f"({number}) "
     if number < 0:
         return f"-{count(-number)}"
     for unit, size in (("T", 10**12), ("G", 10**9), ("M", 10**6), ("k", 10**3)):

@@ -20,6 +20,7 @@ class Node:
         literals.
       operands: the operands of the equation.
       literal: of a literal, its value.
+      number: the number that all elements are; None if it is not known to be one number.
       position: the index of the program's equation that returns the value; -1 for arguments and
         constants; None if only a called function has the value.
       readers: the values that are computed from it; None among them: the program returns it.
@@ -36,16 +37,14 @@ class Node:
         self.shape: tuple[Any, ...] = tuple(getattr(self.aval, "shape", ()))
         self.dtype = str(getattr(self.aval, "dtype", ""))
         self.readers: list[Node | None] = []
-
-    def constant(self) -> float | None:
-        """Returns the number that all elements are; None if it is not known to be one number."""
-        if self.literal is not None and not np.ndim(self.literal):
-            return float(np.asarray(self.literal, np.float64))
-        numbers = [x.constant() for x in self.operands if self.name in _OF_NUMBERS]
-        if not numbers or None in numbers:
-            return None
-        found = np.asarray(_OF_NUMBERS[self.name](*numbers))
-        return float(found.astype(self.aval.dtype).astype(np.float64))
+        self.number: float | None = None
+        numbers = [x.number for x in self.operands] if self.name in _OF_NUMBERS else [None]
+        found = self.literal
+        if None not in numbers:
+            with np.errstate(all="ignore"):  # A fill of -1e9 overflows float16.
+                found = np.asarray(_OF_NUMBERS[self.name](*numbers)).astype(self.aval.dtype)
+        if found is not None and not np.ndim(found) and not self.dtype.startswith("complex"):
+            self.number = float(found)
 
 
 #: Equations whose result is known if their operands are numbers; `jnp.var` divides by N - ddof.

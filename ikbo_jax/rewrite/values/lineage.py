@@ -11,9 +11,10 @@ A value is a plain `jax.Array` or one of these deferred values:
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -293,6 +294,11 @@ def is_at_least(size: Any, other: Any) -> bool:
     if isinstance(difference, int):
         return difference >= 0
     return export.symbolic_dim_bounds(difference)[0] >= 0
+
+
+def largest[T](items: Iterable[T], size: Callable[[T], Any]) -> T:
+    """Returns the item of the largest size; of sizes whose order is unknown, that of the last."""
+    return functools.reduce(lambda a, b: a if is_at_least(size(a), size(b)) else b, items)
 
 
 def bytes_of(shape: tuple[Any, ...], dtype: Any) -> Any:
