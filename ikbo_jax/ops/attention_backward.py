@@ -26,7 +26,7 @@ class Settings:
 
     Attributes:
       request: the caller's `implementation`; a `config` is the forward kernel's and does not count.
-      dtype: name of the dtype of the gradients of key and value; None means the inputs'.
+      dtype: name of the dtype of the gradients of keys and values; None means the inputs'.
       config: the kernel's configuration; None if XLA computes the gradient.
     """
 
@@ -89,7 +89,7 @@ def _by_xla(settings: Settings, operands: Operands) -> Gradients:
 def by_xla(arrays: Arrays, d_out: Any, d_lse: Any, *, dtype: Any, **of_scores: Any) -> Gradients:
     """Computes the gradients in XLA, which computes the softmax again.
 
-    `dtype` is of the gradients of key and value; None means theirs. `of_scores` has `scale`, and
+    `dtype` is of the gradients of keys and values; None means theirs. `of_scores` has `scale`, and
     `logit_cap` if there may be one.
     """
     of_user, own = arrays[:5], arrays.own
@@ -99,10 +99,11 @@ def by_xla(arrays: Arrays, d_out: Any, d_lse: Any, *, dtype: Any, **of_scores: A
         first = attention_grouped.decomposed(*of_user, **options)
 
         def merged(query: Any, out: Any, lse: Any, *own: Any) -> tuple[jax.Array, jax.Array]:
-            more = reference.self_attention(query, *own, **of_scores)
+            more = reference.self_attention(query.astype(own[0].dtype), *own, **of_scores)
             return reference.merge_attention(out, lse, *more)
 
-        (_, lse), pull = jax.vjp(merged, arrays.query, *first, *own)
+        wide = (x.astype(dtype or x.dtype) for x in own)
+        (_, lse), pull = jax.vjp(merged, arrays.query, *first, *wide)
         of_query, d_out, d_lse, *rest = pull(
             (d_out, jnp.zeros_like(lse) if d_lse is None else d_lse)
         )
@@ -124,7 +125,8 @@ def of_pages(arrays: Arrays, d_out: Any, d_lse: Any, *, dtype: Any, **of_scores:
         pages.gradient(rows, x, table).astype(dtype or x.dtype)
         for rows, x in ((d_key, arrays.key), (d_value, arrays.value))
     )
-    return d_query, *of_keys, *of_own
+    rounded = (x.astype(dtype or x_of.dtype) for x, x_of in zip(of_own, arrays.own, strict=True))
+    return d_query, *of_keys, *rounded
 
 
 def _run_batched(settings: Settings, size: int, batched: Operands, operands: Operands) -> Gradients:
@@ -162,7 +164,7 @@ def _run(settings: Settings, operands: Operands) -> Gradients:
     if not arrays.own:
         return result
     # By the merged out and lse, the kernel's gradients of keys and values are right.
-    add = functools.partial(own.add_own_tokens, scale=settings.scale)
+    add = functools.partial(own.add_own_tokens, scale=settings.scale, dtype=settings.dtype)
     d_query, *of_own = run_kernel(add, result[0], arrays.query, *arrays.own, *rest)
     return d_query, *result[1:], *of_own
 

@@ -65,10 +65,10 @@ def gated_linear(
       [rows, F] in the inputs' dtype. Norm, gate and sums are f32; the rows that are multiplied are
       rounded to the inputs' dtype before, and the result is rounded once. Without `u`, the kernel
       multiplies rows as they are, and their products by what the norm multiplies rows by.
-      Differentiable in
-      reverse mode, any number of times; gradients are summed in f32, in one order, and rounded
-      once. Their rows are computed again: no memory holds [u, a, u · norm(a)]. The cotangent of
-      these rows is rounded to the inputs' dtype, as in plain jnp, unless devices divide F.
+      Differentiable in reverse mode, any number of times; gradients are summed in f32, in one
+      order, and rounded once. Their rows are computed again: no memory holds [u, a, u · norm(a)].
+      The cotangent of these rows is rounded to the inputs' dtype, as in plain jnp, unless devices
+      divide F.
 
     Raises:
       ValueError: a rank, size or dtype is wrong; a flag is not a bool; rows have no heads, but
@@ -86,6 +86,8 @@ def gated_linear(
     request = arguments.request("gated_linear", implementation, None, arrays)
     is_concat = arguments.flag("concat", concat)
     groups = _check(arrays, is_concat, arguments.flag("by_head", by_head))
+    if a.shape[0] == 0:
+        arrays = arrays._replace(shared=None)
     if dropout_key is not None and rate:
         words = jax.random.bits(dropout_key, (2,), jnp.uint32)
         arrays = arrays._replace(seed=jnp.pad(words, (0, 1)))
@@ -133,9 +135,11 @@ def _check(arrays: GatedLinear, concat: bool, by_head: bool) -> int:
     shape = a.shape[0], weight.shape[1]
     if residual is not None and residual.shape != shape:
         raise ValueError(f"residual has shape {residual.shape} but the result has {shape}")
-    if shared is not None and (shared.shape[1:] != shape[1:] or shape[0] % max(1, len(shared))):
-        shapes = f"{shared.shape} but the result has {shape}"
-        raise ValueError(f"shared_residual has shape {shapes}: groups must divide rows")
+    if shared is not None:  # groups may be symbolic; 0 of them divide 0 rows
+        rest = shape[0] if shared.shape[0] == 0 else shape[0] % shared.shape[0]
+        if shared.shape[1:] != shape[1:] or rest != 0:
+            shapes = f"{shared.shape} but the result has {shape}"
+            raise ValueError(f"shared_residual has shape {shapes}: groups must divide rows")
     return int(groups)
 
 

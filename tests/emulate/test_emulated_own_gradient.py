@@ -1,5 +1,7 @@
 """The PTX of the launch that adds own tokens to attention's gradient, executed on a CPU."""
 
+from typing import Any
+
 import emulator
 import jax.numpy as jnp
 import numpy as np
@@ -27,11 +29,13 @@ def test_emulated_gradients_of_own_tokens(name: str, sm90: emulator.Emulator) ->
     d_out = jnp.asarray(rng.normal(size=rows), dtype)
     lse, d_lse = (jnp.asarray(rng.normal(size=rows[:3]), jnp.float32) for _ in range(2))
     operands = *arrays, lse, d_out, d_lse if has_d_lse else None
+    options: Any = {"scale": width**-0.5, "dtype": "float32" if has_d_lse else None}
     with sm90.emulated(0) as launched:
-        found = add_own_tokens(*operands, scale=width**-0.5)
+        found = add_own_tokens(*operands, **options)
     assert launched == ["ikbo_attention_backward_own_mosaic_gpu_kernel"]
-    want = oracle_attention.own_gradient(*operands, scale=width**-0.5)
+    want = oracle_attention.own_gradient(*operands, **options)
     for x, y in zip(found, want, strict=True):
+        assert x.dtype == y.dtype
         np.testing.assert_allclose(
             np.asarray(x, np.float32), np.asarray(y, np.float32), rtol=0.01, atol=0.003
         )

@@ -64,7 +64,7 @@ GATED_CASES = {
     "by_head": (1000, 8, 64, 512, "layer", True, True, True),
     "many": (100_072, 4, 128, 512, "layer", False, True, True),
     "plain": (65_600, 2, 128, 256, None, False, None, True),
-    "plain_rms": (40_001, 1, 256, 256, "rms", False, None, False),
+    "plain_rms": (40_001, 1, 192, 256, "rms", False, None, False),
     "plain_wide": (1088, 3, 128, 600, None, False, None, True),
 }
 

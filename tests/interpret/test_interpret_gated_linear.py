@@ -24,8 +24,8 @@ CASES = {
     "by_head": (140, (2, 64), 72, "layer", "bfloat16", True, True, GatedLinearConfig(1, 3, 2)),
     "product": (65, (1, 136), 24, "rms", "float16", False, False, GatedLinearConfig(1, 4, 2)),
     "wide": (2, (1, 200), 136, "layer", "bfloat16", True, False, GatedLinearConfig(3, 5, 3)),
-    # Weights that stay, and a shared residual; weights that do not.
-    "plain": (192, (1, 136), 72, None, "bfloat16", None, True, GatedLinearConfig(2, 3, 3)),
+    # Weights that stay in some of the slots, and a shared residual; weights that do not.
+    "plain": (192, (1, 136), 72, None, "bfloat16", None, True, GatedLinearConfig(2, 3, 4)),
     "plain_rms": (130, (1, 72), 136, "rms", "float16", None, False, GatedLinearConfig(2, 3, 2)),
 }
 

@@ -80,6 +80,7 @@ GATED = {
 BY_HEAD = GATED | {"scale": (N,), "bias": (N,)}
 PRODUCT = GATED | {"weight": (N * H, F), "residual": None, "scale": None, "bias": None}
 ADDED = PRODUCT | {"u": None, "residual": (ROWS, F), "shared": (1, F)}
+EACH_SHARES = GATED | {"shared": (ROWS, F)}
 
 
 def numpy_gated_linear(kind: str, by_head: bool, kept: Any = (1, 1, 1), **a: Any) -> np.ndarray:
@@ -324,7 +325,7 @@ def test_export_with_symbolic_rows() -> None:
     (rows,) = jax.export.symbolic_shape("r")
     for shapes, fn, names in (
         (LINEAR, lambda a: norm_linear("layer", a), ("x",)),
-        (GATED, lambda a: gated_linear("layer", False, a), ("u", "a", "residual")),
+        (EACH_SHARES, lambda a: gated_linear("layer", False, a), ("u", "a", "residual", "shared")),
     ):
         arrays = in_dtype(drawn(shapes), "bfloat16")
         symbolic = {
@@ -368,8 +369,8 @@ def test_no_rows() -> None:
     linear = in_dtype(drawn(LINEAR), "float32")
     out = norm_linear("layer", linear | {"x": linear["x"][:0]})
     assert [x.shape for x in out] == [(0, N, H), (0, N, 4), (0, N)]
-    gated = in_dtype(drawn(GATED), "float32")
-    none = {k: gated[k][:0] for k in ("u", "a", "residual")}
+    gated = in_dtype(drawn(EACH_SHARES), "float32")
+    none = {k: gated[k][:0] for k in ("u", "a", "residual", "shared")}
     assert gated_linear("layer", False, gated | none).shape == (0, F)
 
 
@@ -402,6 +403,7 @@ def test_wrong_arguments_are_named_with_both_values() -> None:
         (gated(residual=g["residual"][:1]), r"residual has shape \(1, 6\) but the result has"),
         (gated(residual=g["residual"].astype(jnp.float16)), "a is float32 but residual is float16"),
         (gated(shared=g["residual"][:2]), r"shared_residual has shape \(2, 6\) but the result has"),
+        (gated(shared=g["residual"][:0]), r"shared_residual has shape \(0, 6\) but the result has"),
         (gated(u=None), "concat needs u, but u is None"),
         (gated(scale=g["scale"][:N]), r"norm_scale has shape \(2,\) but a has C=6"),
         (gated(dropout_rate=1.0), r"dropout_rate must be in \[0, 1\), but is 1.0"),

@@ -81,11 +81,16 @@ def test_own_tokens_that_are_divided_in_another_way(specs: list[P], kind: str) -
     check(op, arrays, specs, mesh_of("8", kind))
 
 
-def test_gradients_of_own_tokens_that_devices_share_are_rounded_once() -> None:
-    """Explicit axes: the sum over the heads of a token, on eight devices, in float32."""
+@pytest.mark.parametrize("copies", [1, 8])
+def test_gradients_of_own_tokens_that_devices_share_are_rounded_once(copies: int) -> None:
+    """Explicit axes: the sum over the heads of a token, on eight devices, in float32.
+
+    A kernel takes the one token of a candidate with eight copies of the columns.
+    """
     _, arrays = drawn("own_tokens")
     arrays = [x.astype(jnp.bfloat16) if x.dtype == np.float32 else x for x in arrays]
     arrays[1:5] = [x[:, :, :1] for x in arrays[1:5]]
+    arrays[:5] = [jnp.tile(x, copies) for x in arrays[:5]]
     mesh = mesh_of("8", "explicit")
     heads = NamedSharding(mesh, P(None, None, "x"))
     whole = NamedSharding(mesh, P())
@@ -95,6 +100,7 @@ def test_gradients_of_own_tokens_that_devices_share_are_rounded_once() -> None:
         return jnp.sum(out.astype(jnp.float32))
 
     query, key, value, *own, index, _ = arrays
+    own = [x[:, :1] for x in own]
     divided = [jax.device_put(query, heads)]
     divided += [jax.device_put(x, whole) for x in (key, value, index)]
     text = str(jax.make_jaxpr(jax.grad(loss))([jax.device_put(x, whole) for x in own], *divided))

@@ -197,6 +197,7 @@ def own_gradient(
     d_lse: Any,
     *,
     scale: float,
+    dtype: Any = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Adds own tokens to `d_query`, like `attention_backward.own.add_own_tokens`, in f32."""
     group = query.shape[2] // key.shape[2]
@@ -208,7 +209,7 @@ def own_gradient(
 
     def of_token(x: jax.Array) -> jax.Array:
         by_key_head = x.reshape(*x.shape[:2], -1, group, x.shape[-1])
-        return jnp.sum(by_key_head, axis=(1, 3))[:, None].astype(key.dtype)
+        return jnp.sum(by_key_head, axis=(1, 3))[:, None].astype(dtype or key.dtype)
 
     d_query = (d_query.astype(jnp.float32) + d_scores[..., None] * k).astype(query.dtype)
     return d_query, of_token(d_scores[..., None] * q), of_token(weights[..., None] * d)

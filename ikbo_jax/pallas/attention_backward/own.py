@@ -71,9 +71,10 @@ def add_own_tokens(
     self_value: jax.Array,
     *statistics: jax.Array | None,
     scale: float,
+    dtype: Any = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Adds own tokens to `d_query` [B, T, N, H]; returns it, and the gradients of `self_key` and
-    `self_value` [B, 1, K, H]. `statistics`: out, lse, d_out, and d_lse or None.
+    `self_value` [B, 1, K, H] in `dtype`. `statistics`: out, lse, d_out, and d_lse or None.
     """
     (batch, q_len, q_heads, width), kv_heads = query.shape, self_key.shape[2]
     shape = Shape(batch * kv_heads, q_len, kv_heads, q_heads // kv_heads, width, scale)
@@ -81,11 +82,12 @@ def add_own_tokens(
     arrays = Operands(query, out, d_out, d_query, lse, d_lse, self_key, self_value)
     flat = (x if x is None else x.reshape(-1, *([width] * (x.ndim == 4))) for x in arrays)
     operands = Operands(*flat)
+    of_token = jax.ShapeDtypeStruct(operands.key.shape, dtype or self_key.dtype)
     results = launch_threads(
         _add,
         shape,
         operands,
-        jax.tree.map(jax.typeof, (operands.d_query, operands.key, operands.value)),
+        (jax.typeof(operands.d_query), of_token, of_token),
         memory.shared(),
         name="ikbo_attention_backward_own",
         workers=pl.cdiv(shape.pairs * shape.row_threads, WARPGROUP_SIZE),

@@ -240,7 +240,7 @@ def consume(ctx: GatedLinearContext) -> None:
     shape, ring = ctx.shape, ctx.shared.rows
 
     def compute(i: Any, tile: Tile, carry: Any) -> Any:
-        first, step = i * shape.row_blocks, i * shape.k_steps
+        first, step = i * shape.row_blocks, 0 if ctx.keeps_weights else i * shape.k_steps
 
         def free_last() -> None:
             @pl.when(i > 0)
