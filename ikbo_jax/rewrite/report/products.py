@@ -1,5 +1,6 @@
 """Kinds of operations, and the floating-point operations of products."""
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -107,6 +108,10 @@ def _useful_flops(problem: Any) -> int:
 Sums = dict[int | None, list[int]]
 
 
+def _total(n: int, cost: tuple[int, Sums]) -> Any:
+    return sum(numbers[n] for numbers in cost[1].values())
+
+
 def sums_of_calls(
     eqn: core.JaxprEqn, known: dict[Any, Any], count: Callable[[Any], Sums]
 ) -> list[tuple[int | None, list[int]]]:
@@ -122,7 +127,7 @@ def sums_of_calls(
     if eqn.primitive.name == "cond":
         # The branch with most FLOPs; of two, the one with more bytes.
         for n in (1, 0):
-            costs.insert(0, lineage.largest(costs, lambda x, n=n: sum(y[n] for y in x[1].values())))
+            costs.insert(0, lineage.largest(costs, functools.partial(_total, n)))
         costs = costs[:1]
     return [
         (source, [length * flops, times * nbytes, times * kernels])
