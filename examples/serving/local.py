@@ -12,6 +12,7 @@ import tempfile
 import time
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Self
+from unittest import mock
 
 from examples.serving import wire
 
@@ -167,7 +168,9 @@ class Service:
                 tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp", ignore_cleanup_errors=True)
             )
             self.folder = pathlib.Path(folder)
-            os.environ.update(_haproxy(folder, self.settings))
+            # A later service asks the environment where HAProxy is, and not in this folder.
+            variables = _haproxy(folder, self.settings)
+            stack.enter_context(mock.patch.dict(os.environ, variables))
             stack.callback(ray.shutdown)
             ray.init(
                 address="local",

@@ -204,8 +204,11 @@ class Session:
 
 
 def main() -> None:
+    before = {name: x for name, x in os.environ.items() if "HAPROXY" in name}
     with local.Service(settings(sys.argv[1])) as service:
         found = asyncio.run(Session(service).all())
+    # Otherwise another service of this process would look for HAProxy in a folder that is gone.
+    assert {name: x for name, x in os.environ.items() if "HAPROXY" in name} == before
     print(json.dumps(found))
 
 
