@@ -189,7 +189,7 @@ def points(options: argparse.Namespace) -> list[Point]:
 
 
 def bits(x: jax.Array) -> jax.Array:
-    """Casts numbers to their bits, of which NaN equals itself."""
+    """Casts numbers to their bits: NaN equals itself then."""
     if jnp.issubdtype(x.dtype, jnp.floating):
         return jax.lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * x.dtype.itemsize}"))
     return x

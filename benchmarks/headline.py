@@ -29,7 +29,7 @@ class Row(NamedTuple):
     """A row: the files of results without their ending, and the times that it compares.
 
     `points` is a sweep, of whose points the row has geometric means, or a sweep and a label.
-    `theirs` are alternatives, of which the fastest counts at every point.
+    `theirs` are alternatives: at every point the fastest counts.
     """
 
     what: str

@@ -50,7 +50,7 @@ HANG_S = 60.0
 WORKERS, SEED = 16, 0
 
 
-# Programs: an op, a direction, and sizes, of which a function makes a contender.
+# Programs: an op, a direction, and sizes. A function makes a contender of them.
 
 
 class RaggedShape(AttentionShape):

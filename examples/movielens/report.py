@@ -68,7 +68,7 @@ def _quality(found: Record) -> tuple[str, ...]:
 
 
 def draw(results: Record, path: pathlib.Path) -> bool:
-    """Plots the mean of the seeds' losses and AUCs, with the range of the seeds; returns if any."""
+    """Plots means of the seeds' losses and AUCs, with their range; returns whether any exist."""
     steps = results["protocol"]["training"]["steps"]
     words = dict(MOVIELENS)
     with plots.saved(path, 2, size=(9, 4)) as (figure, panels):
