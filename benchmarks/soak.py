@@ -2,7 +2,7 @@
 
     python -m benchmarks.soak --launches 1000000 --budget-s 120 --out build/soak.json
 
-Some thirty programs are called in a seeded random order, back to back. A program repeats its op
+Some forty programs are called in a seeded random order, back to back. A program repeats its op
 `REPEATS` times in a loop, whose steps depend on each other, and counts on the device the steps
 whose results differ in a bit from the program's first result, so that a new NaN counts, too.
 Launches are this library's kernels in the compiled program, inside and outside the loop, times the
@@ -136,11 +136,69 @@ def _gdpa(
     return Contender("", "", fn, args, (cu_q, jnp.asarray(offsets_of(np.asarray(keys))), index))
 
 
+def _own_tokens(implementation: str | None, *sizes: int, **options: Any) -> Contender:
+    """Makes attention in which every candidate sees its own tokens, too."""
+    without = _attention(implementation, *sizes, **options)
+    query, key, value = without.args
+    own = [normal(n, (*query.shape[:2], *x.shape[2:]), x.dtype) for n, x in enumerate((key, value))]
+
+    def fn(*arrays: Any) -> jax.Array:
+        *args, self_key, self_value, index, lengths = arrays
+        return without.fn(*args, index, lengths, self_key=self_key, self_value=self_value)
+
+    return Contender("", "", fn, (*without.args, *own), without.integers)
+
+
+def _sums(
+    implementation: str | None, batch: int, users: int, width: int, *, order: str, dtype: str
+) -> Contender:
+    """Makes lookups of sums: one user has half of the candidates, or the index is sorted."""
+    index = np.random.default_rng(0).integers(0, users, batch)
+    index = np.sort(index) if order == "sorted" else np.where(index % 2, users // 2, index)
+    options: dict[str, Any] = {
+        "indices_are_sorted": order == "sorted",
+        "implementation": implementation,
+    }
+
+    def fn(values: Any, index: Any) -> jax.Array:
+        sums = ikbo_jax.segment_sum(values, index, users, **options)
+        return ikbo_jax.look_up(sums, index, **options)
+
+    return Contender("", "", fn, (normal(0, (batch, width), dtype),), (jnp.asarray(index),))
+
+
+def _hstu_layer(implementation: str | None, lengths: tuple[int, ...], *sizes: int) -> Contender:
+    """Makes what an HSTU layer does with rows; sizes: features, heads, their width."""
+    features, heads, width = sizes
+    offsets, rows = jnp.asarray(offsets_of(np.asarray(lengths))), sum(lengths)
+    mask = ikbo_jax.masks.hstu(jnp.asarray(lengths) // 4, contextual=2, window=100)
+    groups, columns = 4, heads * width
+    shapes = (rows, features), *groups * ((features, heads, width),), (3 * columns, features)
+
+    def fn(x: Any, *weights: Any) -> jax.Array:
+        options: Any = {"implementation": implementation}
+        silu = ("silu",) * groups
+        u, query, key, value = ikbo_jax.norm_linear(
+            x, weights[:groups], activations=silu, **options
+        )
+        a = ikbo_jax.gdpa(
+            query, key, value, offsets, offsets, activation="silu", mask=mask, **options
+        )
+        return ikbo_jax.gated_linear(u, a, weights[groups], x, concat=True, **options)
+
+    args = (normal(n, shape, "bfloat16") for n, shape in enumerate(shapes))
+    scales = (1.0, *groups * (features**-0.5,), (3 * columns) ** -0.5)
+    return Contender("", "", fn, tuple(x * s for x, s in zip(args, scales, strict=True)))
+
+
 MAKERS: dict[str, Callable[..., Contender]] = {
     "attention": _attention,
     "few queries": _attention,
+    "own tokens": _own_tokens,
     "linear compression": _compression,
     "gdpa": _gdpa,
+    "sums": _sums,
+    "hstu layer": _hstu_layer,
 }
 FORWARD, BOTH, MIXED = "forward", "both", (130, 0, 600, 64, 1)
 RAGGED: dict[str, Any] = {"is_ragged": True}
@@ -165,6 +223,10 @@ PROGRAMS: tuple[tuple[str, str, tuple[Any, ...], dict[str, Any]], ...] = (
     ("few queries", FORWARD, (8, 1, 2, 8192, 2, 2, 128), {}),
     ("few queries", BOTH, (700, 90, 1, 200, 2, 2, 128), RAGGED),
     ("few queries", BOTH, (64, 1, 2, 1000, 1, 1, 64), {}),
+    ("own tokens", FORWARD, (1024, 16, 16, 512, 4, 4, 128), {}),
+    ("own tokens", FORWARD, (300, 90, 1, 333, 4, 4, 64), RAGGED | HALF),
+    ("own tokens", BOTH, (150, 40, 8, 130, 4, 2, 128), RAGGED),
+    ("own tokens", BOTH, (512, 16, 1, 384, 4, 4, 64), {}),
     ("linear compression", FORWARD, ((9, 512), (300, 200), 130, 256), {}),
     ("linear compression", FORWARD, ((1, 1), (16, 24), 8, 64), {}),
     ("linear compression", FORWARD, ((70, 90), (65, 33), 433, 40), UNSORTED | HALF),
@@ -182,6 +244,14 @@ PROGRAMS: tuple[tuple[str, str, tuple[Any, ...], dict[str, Any]], ...] = (
     ("gdpa", BOTH, ((70, 0, 5, 130), (40, 0, 129), 2, 1, 64), SHARED),
     ("gdpa", BOTH, (16, (300, 0, 7, 129) * 4, 2, 2, 128), {"activation": "relu"}),
     ("gdpa", BOTH, ((200, 65), (64, 64), 2, 2, 96), {"activation": "gelu_tanh"} | HALF),
+    ("sums", FORWARD, (8192, 256, 384), {"order": "hot", "dtype": "bfloat16"}),
+    ("sums", FORWARD, (5000, 4999, 24), {"order": "sorted", "dtype": "float32"}),
+    ("sums", FORWARD, (40_000, 2000, 512), {"order": "hot", "dtype": "float16"}),
+    ("sums", BOTH, (40, 3000, 64), {"order": "hot", "dtype": "bfloat16"}),
+    ("sums", BOTH, (16, 3, 100_000), {"order": "sorted", "dtype": "bfloat16"}),
+    ("hstu layer", FORWARD, ((900, 0, 70, 3000) * 10, 256, 4, 64), {}),
+    ("hstu layer", FORWARD, ((7, 1), 128, 1, 128), {}),
+    ("hstu layer", BOTH, ((300, 0, 70, 129) * 4, 256, 2, 128), {}),
 )
 
 

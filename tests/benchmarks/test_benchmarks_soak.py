@@ -15,6 +15,9 @@ SMALL = (
     ("attention", "both", (7, 5, 3, 9, 2, 1, 8), soak.RAGGED),
     ("linear compression", "forward", ((3, 7), (4, 5), 6, 8), soak.UNSORTED),
     ("gdpa", "both", ((3, 0, 2), (4, 0, 1), 2, 1, 8), {"activation": "softmax"}),
+    ("own tokens", "both", (7, 5, 3, 9, 2, 1, 8), soak.RAGGED),
+    ("sums", "both", (9, 4, 6), {"order": "hot", "dtype": "float32"}),
+    ("hstu layer", "both", ((3, 0, 5), 8, 2, 8), {}),
 )
 
 
@@ -126,10 +129,10 @@ def compiled():
 def test_a_run_in_small(tmp_path, capsys, compiled, monkeypatch):
     monkeypatch.setattr(soak, "compile_all", lambda *_: compiled)
     out = tmp_path / "soak.json"
-    assert soak.main(["--launches", "50", "--out", str(out)]) == 0
+    assert soak.main(["--launches", "100", "--out", str(out)]) == 0
     results = json.loads(out.read_text())
-    assert results["launches"] == sum(p["launches"] for p in results["programs"]) >= 50
-    assert [p["wrong_steps"] for p in results["programs"]] == [0, 0, 0]
+    assert results["launches"] == sum(p["launches"] for p in results["programs"]) >= 100
+    assert [p["wrong_steps"] for p in results["programs"]] == [0] * len(SMALL)
     assert all(p["calls"] >= 4 for p in results["programs"])
     assert "0 steps with another result than the first" in capsys.readouterr().out
 
@@ -139,8 +142,8 @@ def test_what_differs_or_is_missing_is_a_failure(tmp_path, capsys, compiled, mon
     spoiled = first._replace(call=lambda differences: first.call(differences) + 1)
     out = tmp_path / "soak.json"
     monkeypatch.setattr(soak, "compile_all", lambda *_: [spoiled, *rest])
-    assert soak.main(["--launches", "12", "--out", str(out)]) == 1
+    assert soak.main(["--launches", "20", "--out", str(out)]) == 1
     assert "DIFFERS in 1 steps: attention both 7 5 3 9" in capsys.readouterr().out
     monkeypatch.setattr(soak, "compile_all", lambda *_: [first, *rest])
-    assert soak.main(["--launches", "12", "--budget-s", "0", "--out", str(out)]) == 1
-    assert "12 launches were not reached in time" in capsys.readouterr().err
+    assert soak.main(["--launches", "20", "--budget-s", "0", "--out", str(out)]) == 1
+    assert "20 launches were not reached in time" in capsys.readouterr().err
