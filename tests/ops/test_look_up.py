@@ -22,6 +22,7 @@ from ikbo_jax.problems.look_up import (
     SegmentSumConfig,
     SegmentSumProblem,
 )
+from ikbo_jax.problems.problem import ranked
 from ikbo_jax.reference import look_up as reference
 
 pytestmark = pytest.mark.usefixtures("on_cpu")
@@ -242,13 +243,15 @@ def test_every_configuration_of_the_ranking_is_legal() -> None:
     )
 
 
-def test_lookups_of_many_bytes_stream_and_move_more_by_thread() -> None:
+def test_lookups_of_many_bytes_stream_and_of_few_are_gathers_of_XLA() -> None:
     for batch, width, config in (
         (1293, 144, LookUpConfig(1)),
         (8192, 384, LookUpConfig(2)),
         (65536, 1024, LookUpConfig(2, streams=True)),
     ):
         assert LookUpProblem(batch, 4096, width, "bfloat16").default_config() == config
+    assert ranked(LookUpProblem(128, 9, 8, "bfloat16"))[0].config is None
+    assert ranked(LookUpProblem(129, 9, 8, "bfloat16"))[0].config is not None
 
 
 def test_long_rows_are_listed_by_user_and_many_candidates_not_at_all() -> None:
