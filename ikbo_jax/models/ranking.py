@@ -391,7 +391,11 @@ def _interaction(params: dict[str, jax.Array], rows: jax.Array, first: int) -> j
     factors = (rows @ weights)[:, first:]
     wide = factors.astype(jnp.float32)
     # The sum over pairs of rows is ((Σ f)² - Σ f²) / 2; the division by M keeps it near one.
-    pairs = jnp.sum(wide, axis=1) ** 2 - jnp.sum(wide * wide, axis=1)
+    # Both sums, side by side, are one kernel, which reads the factors once. Without the barrier,
+    # XLA may compute a sum within the concatenation below, where one thread adds its M numbers.
+    sums = jnp.sum(jnp.concatenate([wide, wide * wide], axis=2), axis=1)
+    total, squares = jnp.split(jax.lax.optimization_barrier(sums), 2, axis=1)
+    pairs = total**2 - squares
     pairs = (pairs * jnp.float32(0.5 / factors.shape[1])).astype(rows.dtype)
     found = jnp.concatenate([factors.reshape(rows.shape[0], -1), pairs], axis=1)
     return rms_norm(found @ params["w_out"])
