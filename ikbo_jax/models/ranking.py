@@ -314,7 +314,7 @@ def _network(params: dict[str, Any], request: Request, strategy: Strategy) -> ja
             compressed = strategy.compress(layer["compression"], rows, cand_tokens, index)
             num_queries = compressed.shape[1] - _compressed_rows(layer)
             if num_queries:
-                queries = compressed[:, :num_queries]
+                queries, compressed = _first_rows(compressed, num_queries)
         with jax.named_scope("attention"):
             queries = strategy.attend(layer["attention"], queries, of_attention, index)
         with jax.named_scope("interaction"):
@@ -330,6 +330,22 @@ def _network(params: dict[str, Any], request: Request, strategy: Strategy) -> ja
         hidden = strategy.join(head["w_hidden"], user, cand, index) + head["b_hidden"][None]
         logits = jax.nn.gelu(hidden) @ head["w_logits"] + head["b_logits"][None]
     return logits.astype(jnp.float32)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _first_rows(x: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
+    """Returns the first rows of [B, M, N], and all rows.
+
+    The gradient adds the first rows' cotangent in place. JAX' own pads it to all rows and adds:
+    0.11 ms by count at the default sizes.
+    """
+    return x[:, :count], x
+
+
+_first_rows.defvjp(
+    lambda x, count: (_first_rows(x, count), None),
+    lambda count, _, d: (jax.lax.dynamic_update_slice(d[1], d[1][:, :count] + d[0], (0, 0, 0)),),
+)
 
 
 def _compressed_rows(layer: dict[str, Any]) -> int:
@@ -391,7 +407,11 @@ def _interaction(params: dict[str, jax.Array], rows: jax.Array, first: int) -> j
     factors = (rows @ weights)[:, first:]
     wide = factors.astype(jnp.float32)
     # The sum over pairs of rows is ((Σ f)² - Σ f²) / 2; the division by M keeps it near one.
-    pairs = jnp.sum(wide, axis=1) ** 2 - jnp.sum(wide * wide, axis=1)
+    # Both sums, side by side, are one kernel, which reads the factors once. Without the barrier,
+    # XLA may compute a sum within the concatenation below, where one thread adds its M numbers.
+    sums = jnp.sum(jnp.concatenate([wide, wide * wide], axis=2), axis=1)
+    total, squares = jnp.split(jax.lax.optimization_barrier(sums), 2, axis=1)
+    pairs = total**2 - squares
     pairs = (pairs * jnp.float32(0.5 / factors.shape[1])).astype(rows.dtype)
     found = jnp.concatenate([factors.reshape(rows.shape[0], -1), pairs], axis=1)
     return rms_norm(found @ params["w_out"])
