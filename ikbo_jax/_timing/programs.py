@@ -5,7 +5,8 @@ in a thread:
 
 1. parts lower their programs in the order of the parts, so that the lowered text, which is the key
    of JAX's compilation cache, does not depend on the timing of the threads;
-2. every program compiles in a thread of its part's pool as soon as it is lowered;
+2. every program compiles in a thread of its part's pool as soon as it is lowered, after its Mosaic
+   GPU kernels, which compile in threads, too;
 3. no part runs or times a program before all parts have compiled; then parts run in order.
 """
 
@@ -13,8 +14,10 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import functools
 import os
 import pathlib
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,12 +25,13 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import jax
+from jaxlib.mlir import ir
 
 from ikbo_jax._timing import executables
 
 #: Reports a line of text about progress.
 Log = Callable[[str], None]
-#: Number of programs of one part that compile in parallel; XLA compiles their kernels in threads.
+#: Number of programs of one part, and of kernels of one program, that compile in parallel.
 WORKERS = 8
 #: Compilations that take at least this many seconds are logged with their time.
 SLOW_COMPILATION_S = 2.0
@@ -123,6 +127,40 @@ def run_concurrently(calls: Sequence[Callable[[], Any]]) -> list[Any]:
         raise
 
 
+def compile_kernels(lowered: jax.stages.Lowered) -> None:
+    """Compiles the Mosaic GPU kernels of a program in threads, before the program.
+
+    In the compilation of a program, they compile one after another, and the CUDA plugin keeps them
+    in the process by the hash of their module. XLA then finds them there.
+    """
+    calls: dict[bytes, Callable[[], Any]] = {}
+
+    def shape(value: Any) -> jax.ShapeDtypeStruct:
+        found = ir.RankedTensorType(value.type)
+        kind, bits = re.findall(r"\D+|\d+", str(found.element_type))
+        names = {"bf": "bfloat", "f": "float", "i": "int", "ui": "uint"}
+        return jax.ShapeDtypeStruct(found.shape, names[kind] + bits)
+
+    def visit(op: Any) -> ir.WalkResult:
+        if str(op.attributes.get("call_target_name")) == '"mosaic_gpu_v2"':
+            of_call = {x.name: x.attr for x in op.attributes["mhlo.backend_config"]}
+            attributes = {
+                name: x.value_bytes if isinstance(x, ir.StringAttr) else x.value
+                for name, x in of_call.items()
+            }
+            call = jax.ffi.ffi_call("mosaic_gpu_v2", list(map(shape, op.results)))
+            kernel = jax.jit(functools.partial(call, **attributes))
+            calls[attributes["kernel_hash"]] = kernel.trace(*map(shape, op.operands)).lower
+        return ir.WalkResult.ADVANCE
+
+    module: Any = lowered.compiler_ir("stablehlo")
+    with module.context:
+        module.operation.walk(visit)
+    if calls:
+        with ThreadPoolExecutor(WORKERS, thread_name_prefix="kernel") as threads:
+            list(threads.map(lambda lower: lower().compile(UNTIMED_ON_GPU), calls.values()))
+
+
 class Programs:
     """Compiles the programs of one part.
 
@@ -191,6 +229,7 @@ class Programs:
         self, name: str, lowered: jax.stages.Lowered, options: dict[str, Any], key: str
     ) -> jax.stages.Compiled:
         start = time.perf_counter()
+        compile_kernels(lowered)
         compiled = lowered.compile(compiler_options=options)
         if (seconds := time.perf_counter() - start) >= SLOW_COMPILATION_S:
             self._log(f"compiled {' '.join(name.split())} in {seconds:.1f} s")
@@ -215,17 +254,16 @@ class Programs:
 
 
 @contextlib.contextmanager
-def persistent_compilations(
+def persistent_programs(
     folder: pathlib.Path, tables: Sequence[pathlib.Path] = ()
 ) -> Iterator[str | None]:
-    """Stores every compiled program in `folder` for later processes.
-
-    JAX's compilation cache stores all programs, and `executables` the programs of parts with an
-    identity. On exit, JAX's settings are restored.
+    """Stores the compiled programs of parts with an identity in `folder` for later processes.
 
     Yields:
-      None, or why nothing is stored. If the user has configured or disabled JAX's compilation
-      cache (`JAX_COMPILATION_CACHE_DIR`, `jax.config`), nothing is changed and None is yielded.
+      None, or why nothing is stored. If the user has configured or disabled JAX's compilation cache
+      (`JAX_COMPILATION_CACHE_DIR`, `jax.config`), JAX alone stores programs, and None is yielded:
+      what JAX's cache has loaded cannot be stored again, since it fails on a CPU when it is loaded
+      for the second time (jaxlib 0.11.2: "Function … not found").
     """
     if jax.config.jax_compilation_cache_dir or not jax.config.jax_enable_compilation_cache:
         yield None
@@ -237,22 +275,5 @@ def persistent_compilations(
     except OSError as error:
         yield f"compiled programs are not kept for the next time: {error}"
         return
-    from jax.experimental.compilation_cache import compilation_cache
-
-    settings = {
-        "jax_compilation_cache_dir": str(folder),
-        "jax_persistent_cache_min_compile_time_secs": 0.0,
-        "jax_persistent_cache_min_entry_size_bytes": 0,
-    }
-    before = {name: getattr(jax.config, name) for name in settings}
-    try:
-        for name, value in settings.items():
-            jax.config.update(name, value)
-        # JAX reads the settings only once, when it first compiles.
-        compilation_cache.reset_cache()
-        with executables.use_store(folder / "executables", tables):
-            yield None
-    finally:
-        for name, value in before.items():
-            jax.config.update(name, value)
-        compilation_cache.reset_cache()
+    with executables.use_store(folder, tables):
+        yield None
