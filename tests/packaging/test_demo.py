@@ -104,23 +104,17 @@ def test_only_programs_that_are_not_timed_compile_without_autotuning(monkeypatch
     assert "xla_gpu_autotune_level" not in programs.NETWORK_ON_GPU
 
 
-def test_kernels_compile_by_themselves_before_their_program(monkeypatch):
-    """The plugin finds a kernel by the bytes of its module: they are the program's."""
+def test_programs_of_kernels_call_the_same_modules():
+    """XLA finds a compiled kernel by the bytes of its module."""
     shape = jax.ShapeDtypeStruct
     user, index = shape((2, 64, 2, 64), jnp.bfloat16), shape((3,), jnp.int32)
     call = jax.jit(lambda user, index: ikbo.attention(user[:, :4][index], user, user, index))
     lowered = call.trace(user, index).lower(lowering_platforms=("cuda",))
-    kernels: list[bytes] = []
-
-    def compile_here(self, compiler_options):
-        assert compiler_options == programs.UNTIMED_ON_GPU
-        kernels.extend(modules_in(self.compiler_ir("stablehlo")))
-
-    monkeypatch.setattr(jax.stages.Lowered, "compile", compile_here)
-    programs.compile_kernels(lowered)
-    assert sorted(kernels) == sorted(set(modules_in(lowered.compiler_ir("stablehlo"))))
-    assert kernels
-    programs.compile_kernels(jax.jit(jnp.sin).lower(1.0))
+    whole = set(modules_in(lowered.compiler_ir("stablehlo")))
+    kernels = [x.lower().compiler_ir("stablehlo") for x in programs.kernels_of(lowered)]
+    assert sorted(module for x in kernels for module in modules_in(x)) == sorted(whole)
+    assert whole
+    assert programs.kernels_of(jax.jit(jnp.sin).lower(1.0)) == []
 
 
 # The cache of compiled programs.
