@@ -14,8 +14,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ikbo_jax._timing import interleaved_ms
-from ikbo_jax._timing.programs import Log, Programs, persistent_programs, run_concurrently
+from ikbo_jax._timing import executables, interleaved_ms
+from ikbo_jax._timing.programs import Log, Programs, run_concurrently
 from ikbo_jax.cases import error_rule
 from ikbo_jax.cases.linear_compression import ALIGNED_K, Case, Inputs, oracle
 from ikbo_jax.models import ranking
@@ -121,7 +121,7 @@ class Report:
 def run_parts(calls: Sequence[Callable[[], Any]], log: Log) -> list[Any]:
     """Runs parts concurrently (see `_timing.programs`); stores programs beside the tuning cache."""
     table = user_cache_path()
-    with persistent_programs(table.parent / "programs", [table]) as reason:
+    with executables.use_store(table.parent / "programs", [table]) as reason:
         if reason is not None:
             log(reason)
         return run_concurrently(calls)

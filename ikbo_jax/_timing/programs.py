@@ -16,11 +16,10 @@ import contextlib
 import contextvars
 import functools
 import os
-import pathlib
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -253,29 +252,3 @@ class Programs:
             self._pool.shutdown(wait=False, cancel_futures=True)
         self._part.wait_to_run()
         return found
-
-
-@contextlib.contextmanager
-def persistent_programs(
-    folder: pathlib.Path, tables: Sequence[pathlib.Path] = ()
-) -> Iterator[str | None]:
-    """Stores the compiled programs of parts with an identity in `folder` for later processes.
-
-    Yields:
-      None, or why nothing is stored. If the user has configured or disabled JAX's compilation cache
-      (`JAX_COMPILATION_CACHE_DIR`, `jax.config`), JAX alone stores programs, and None is yielded:
-      what JAX's cache has loaded cannot be stored again, since it fails on a CPU when it is loaded
-      for the second time (jaxlib 0.11.2: "Function … not found").
-    """
-    if jax.config.jax_compilation_cache_dir or not jax.config.jax_enable_compilation_cache:
-        yield None
-        return
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        if not os.access(folder, os.W_OK):
-            raise PermissionError(f"{folder} cannot be written")
-    except OSError as error:
-        yield f"compiled programs are not kept for the next time: {error}"
-        return
-    with executables.use_store(folder, tables):
-        yield None

@@ -62,7 +62,9 @@ class _Layer(keras.layers.Layer):
     def _size(self, name: str, shape: Any, axis: int) -> int:
         """Returns a size of an input; raises ValueError unless the input has three axes."""
         if shape is None or len(shape) != 3:
-            raise ValueError(f"{type(self).__name__}: {name} must have 3 axes, but has shape {shape}")
+            raise ValueError(
+                f"{type(self).__name__}: {name} must have 3 axes, but has shape {shape}"
+            )
         size: int = shape[axis]
         return size
 

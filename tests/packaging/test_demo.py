@@ -124,21 +124,21 @@ def test_a_cache_that_the_user_chose_is_the_only_one(tmp_path):
     chosen, folder = str(tmp_path / "chosen"), tmp_path / "programs"
     jax.config.update("jax_compilation_cache_dir", chosen)
     try:
-        with programs.persistent_programs(folder) as reason:
+        with executables.use_store(folder, []) as reason:
             assert reason is None
             assert executables.current_store() is None
             assert jax.config.jax_compilation_cache_dir == chosen
     finally:
         jax.config.update("jax_compilation_cache_dir", None)
     assert not folder.exists()
-    with programs.persistent_programs(folder) as reason:
+    with executables.use_store(folder, []) as reason:
         assert reason is None
         assert executables.current_store() is not None
 
 
 def test_a_folder_that_cannot_be_made_is_said_and_not_fatal(tmp_path):
     (tmp_path / "file").touch()
-    with programs.persistent_programs(tmp_path / "file" / "programs") as reason:
+    with executables.use_store(tmp_path / "file" / "programs", []) as reason:
         assert "not kept for the next time" in reason
         assert str(tmp_path / "file") in reason
         assert executables.current_store() is None
