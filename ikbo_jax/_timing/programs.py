@@ -213,16 +213,6 @@ class Programs:
         self._futures[name] = self._pool.submit(self._compile, name, lowered, options, key)
         return lowered.out_info
 
-    def text(self, name: str, make: Callable[[], str], args: Any = ()) -> str:
-        """Makes a text, or loads it from the store for the same shapes of arguments."""
-        if self._store is None:
-            return make()
-        key = self._store.key(self._identity, f"text: {name}", args)
-        stored = self._store.get(key)
-        if not isinstance(stored, str):
-            self._store.put(key, stored := make())
-        return stored
-
     def _compile(
         self, name: str, lowered: jax.stages.Lowered, options: dict[str, Any], key: str
     ) -> jax.stages.Compiled:
@@ -239,13 +229,9 @@ class Programs:
                 self._store.put(key, executables.to_entry(compiled, lowered.out_info))
         return compiled
 
-    def all_added(self) -> None:
-        """Declares that the part lowers no more programs, so that the next part may start."""
-        self._part.lowered.set()
-
     def compiled(self) -> dict[str, jax.stages.Compiled]:
         """Waits for the part's programs and for its turn to run; returns programs by name."""
-        self.all_added()
+        self._part.lowered.set()
         try:
             found = {name: future.result() for name, future in self._futures.items()}
         finally:

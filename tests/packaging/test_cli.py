@@ -69,7 +69,7 @@ def network_report(sizes, seed, *, on_progress, wrong=False):
     stages = [demo.Stage(name, None) for name in names]
     measured = tuple(demo.Measured(stage, 1.0, 8, 0.0, not wrong) for stage in stages)
     top = (demo_ranking.Scored(3, 1, (0.5, -0.25)),)
-    return demo_ranking.Report(sizes, measured, (), 1e-5, top, "rewrite: none")
+    return demo_ranking.Report(sizes, measured, (), 1e-5, top)
 
 
 class Ran(NamedTuple):
@@ -78,15 +78,14 @@ class Ran(NamedTuple):
     out: str
     progress: str
     lowered: int
-    explained: int
     kept: list[pathlib.Path]
 
 
 @pytest.fixture(scope="module")
 def demo_twice(tmp_path_factory):
     """Two runs of the whole demo with one cache of programs, from which the second one loads."""
-    folder, lowered, explained = tmp_path_factory.mktemp("demo"), [], []
-    lower, explain = jax.stages.Traced.lower, demo_ranking.explain
+    folder, lowered = tmp_path_factory.mktemp("demo"), []
+    lower = jax.stages.Traced.lower
 
     def counted_lower(self, *args, **kwargs):
         lowered.append(self.fun_name)
@@ -99,9 +98,6 @@ def demo_twice(tmp_path_factory):
         # Each round once: that they fill their windows is a test of its own.
         patched.setattr(_timing, "sustained_ms", run_once)
         patched.setattr(jax.stages.Traced, "lower", counted_lower)
-        patched.setattr(
-            demo_ranking, "explain", lambda *args: explained.append(args) or explain(*args)
-        )
         for _ in range(2):
             # What was compiled before is in memory, and not in the folder.
             jax.clear_caches()
@@ -110,7 +106,7 @@ def demo_twice(tmp_path_factory):
                 assert cli.main([*TINY, "--dtype", "bfloat16", "--seed", "0"]) == cli.OK
             kept = sorted((folder / "programs").iterdir())
             texts = out.getvalue(), progress.getvalue()
-            runs.append(Ran(*texts, len(lowered), len(explained), kept))
+            runs.append(Ran(*texts, len(lowered), kept))
     return runs
 
 
@@ -145,7 +141,6 @@ def test_a_second_demo_lowers_no_program_and_compiles_nothing(demo_twice):
     assert len(first.kept) > 10
     assert second.lowered == first.lowered
     assert second.kept == first.kept
-    assert first.explained == second.explained == 1
     assert "compiling" in first.progress
     assert "compiling" not in second.progress
     assert first.out == second.out
