@@ -58,7 +58,7 @@ def run(
         demo_ranking.draw(points[0], device_name(), plot)
     print_request(request, demo.candidate_counts(request).tolist())
     print()
-    print_network(network, explain)
+    print_network(network, demo_ranking.explanation(sizes) if explain else None)
     print()
     print_demo(report, demo.automatic_path(request) if explain else None)
     print()
@@ -85,8 +85,11 @@ def print_request(request: Request, counts: Sequence[int]) -> None:
     )
 
 
-def print_network(report: RankingReport, explain: bool) -> None:
-    """Prints the part on the ranking network; with `explain`, also top candidates and reasons."""
+def print_network(report: RankingReport, explanation: str | None) -> None:
+    """Prints the part on the ranking network.
+
+    `explanation` is what `explain` says of it, for a report with reasons and top candidates.
+    """
     sizes, baseline = report.request, report.measured[0]
     print(
         f"ranking network: {sizes.layers} layers, history S={sizes.history}, queries "
@@ -95,7 +98,7 @@ def print_network(report: RankingReport, explain: bool) -> None:
     print()
     _print_measured("network", report.measured, _COLUMNS)
     print()
-    if explain:
+    if explanation is not None:
         print("memory: output and temporary buffers, without the request and the parameters.")
         print(f"max error: of a logit, against float32; allowed: {report.tolerance:.2g}.")
         if device_name().endswith("(gpu)"):
@@ -103,7 +106,7 @@ def print_network(report: RankingReport, explain: bool) -> None:
     best = min(report.measured[1:], key=_time)
     faster = f"{best.stage.name} is {baseline.time_ms / best.time_ms:.1f} times as fast as copies"
     print(f"network: {_disagreement(report.measured) or f'all versions agree; {faster}'}")
-    if not explain:
+    if explanation is None:
         return
     print()
     tasks = range(len(report.top[0].logits))
@@ -116,7 +119,7 @@ def print_network(report: RankingReport, explain: bool) -> None:
         numbers=frozenset(range(2 + len(tasks))),
     )
     print()
-    print(report.explanation)
+    print(explanation)
 
 
 def print_demo(report: Report, automatic: str | None) -> None:

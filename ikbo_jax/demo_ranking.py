@@ -46,11 +46,9 @@ class Report(demo.Report):
 
     Attributes:
       top: the candidates with the largest first logit, computed by the rewritten network.
-      explanation: the report of `rewrite`, and the implementations of its ops.
     """
 
     top: tuple[Scored, ...]
-    explanation: str
 
 
 def sizes_of(request: demo.Request, layers: int | None = None) -> Sizes:
@@ -102,11 +100,6 @@ def run(sizes: Sizes, seed: int, *, on_progress: Log = lambda _: None) -> Report
     programs.add("oracle in float32", oracle, *shapes, timed=False)
     for name, fn in versions().items():
         programs.add(name, fn, *shapes)
-    programs.all_added()
-    log("report of the rewrite")
-    explanation = programs.text(
-        "report of the rewrite", lambda: str(explain(versions()["rewritten"], *shapes)), shapes
-    )
     compiled = programs.compiled()
 
     inputs = (
@@ -126,7 +119,13 @@ def run(sizes: Sizes, seed: int, *, on_progress: Log = lambda _: None) -> Report
         Scored(int(b), int(users[b]), tuple(map(float, logits[b])))
         for b in np.argsort(-logits[:, 0], kind="stable")[:NUM_SHOWN]
     )
-    return Report(sizes, measured, (), limit, top, explanation)
+    return Report(sizes, measured, (), limit, top)
+
+
+def explanation(sizes: Sizes) -> str:
+    """Formats the report of `rewrite`, and the implementations of the rewritten network's ops."""
+    shapes = jax.eval_shape(lambda: (ranking.init(sizes), ranking.make_request(sizes)))
+    return str(explain(versions()["rewritten"], *shapes))
 
 
 class Point(NamedTuple):

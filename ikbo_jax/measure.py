@@ -189,8 +189,7 @@ def benchmark(
     arguments.check_runnable("benchmark", args)
     if arguments.finite_number("window_s", window_s) <= 0:
         raise ValueError(f"window_s must be above 0, but is {window_s}")
-    if isinstance(rounds, bool) or not isinstance(rounds, int) or rounds < 1:
-        raise ValueError(f"rounds must be an integer of at least 1, but is {rounds!r:.80}")
+    rounds = arguments.integer("rounds", rounds, 1)
     jitted = {name: jax.jit(function) for name, function in functions.items()}
     thunks = {name: functools.partial(function, *args) for name, function in jitted.items()}
     samples = _timing.interleaved_ms(thunks, window_s=window_s, rounds=rounds)

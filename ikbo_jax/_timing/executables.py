@@ -26,8 +26,6 @@ from jax.experimental import serialize_executable
 MAX_FILES, MAX_BYTES = 128, 1 << 30
 #: Prefixes of environment variables that affect compiled programs.
 VARIABLES = ("XLA_", "JAX_", "CUDA_", "NVIDIA_", "MOSAIC_", "IKBO_", "TF_")
-#: Parts of the names of JAX's settings that affect only where compiled programs are stored.
-LOCATION_SETTINGS = ("compilation_cache", "persistent_cache")
 _DIGEST_BYTES = hashlib.sha256().digest_size
 
 
@@ -40,17 +38,12 @@ def environment_digest(tables: Sequence[pathlib.Path] = ()) -> bytes:
         content = path.read_bytes() if path.is_file() else b"none"
         digest.update(f"{path} {len(content)}\n".encode() + content)
     device = jax.devices()[0]
-    settings = {
-        name: str(value)
-        for name, value in jax.config.values.items()
-        if not any(part in name for part in LOCATION_SETTINGS)
-    }
     facts = (
         *(sys.version, platform.platform(), _cpu_features()),
         *(jax.__version__, jaxlib.__version__, np.__version__),
         *(device.device_kind, device.client.platform_version, jax.device_count()),
         getattr(device, "core_count", None),
-        sorted(settings.items()),
+        sorted((name, str(value)) for name, value in jax.config.values.items()),
         sorted(item for item in os.environ.items() if item[0].startswith(VARIABLES)),
     )
     digest.update(repr(facts).encode())
@@ -151,12 +144,29 @@ def current_store() -> Store | None:
 
 
 @contextlib.contextmanager
-def use_store(folder: pathlib.Path, tables: Sequence[pathlib.Path]) -> Iterator[None]:
-    """Sets `current_store()` to a store in `folder`; `tables` as in `environment_digest`."""
+def use_store(folder: pathlib.Path, tables: Sequence[pathlib.Path]) -> Iterator[str | None]:
+    """Sets `current_store()` to a store in `folder`; `tables` as in `environment_digest`.
+
+    Yields:
+      None, or why nothing is stored. If the user has configured or disabled JAX's compilation cache
+      (`JAX_COMPILATION_CACHE_DIR`, `jax.config`), JAX alone stores programs, and None is yielded:
+      a program that JAX's cache has loaded cannot be stored again, since on a CPU it fails when it
+      is loaded for the second time (jaxlib 0.11.2: "Function … not found").
+    """
     global _current
+    if jax.config.jax_compilation_cache_dir or not jax.config.jax_enable_compilation_cache:
+        yield None
+        return
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if not os.access(folder, os.W_OK):
+            raise PermissionError(f"{folder} cannot be written")
+    except OSError as error:
+        yield f"compiled programs are not kept for the next time: {error}"
+        return
     before = _current
     _current = Store(folder, environment_digest(tables))
     try:
-        yield
+        yield None
     finally:
         _current = before

@@ -59,6 +59,15 @@ class _Layer(keras.layers.Layer):
                 name=name, shape=spec.shape, initializer=lambda *_, value=value, **__: value
             )
 
+    def _size(self, name: str, shape: Any, axis: int) -> int:
+        """Returns a size of an input; raises ValueError unless the input has three axes."""
+        if shape is None or len(shape) != 3:
+            raise ValueError(
+                f"{type(self).__name__}: {name} must have 3 axes, but has shape {shape}"
+            )
+        size: int = shape[axis]
+        return size
+
     def _parameters(self) -> dict[str, jax.Array]:
         return {weight.name: weight.value for weight in self.weights}
 
@@ -86,10 +95,12 @@ class LinearCompression(_Layer):
         super().__init__(**options)
         self.features = features
 
-    def build(self, e_user_shape: Any, e_cand_shape: Any, cand_to_user_shape: Any) -> None:
-        """Makes the parameters for inputs of these shapes."""
+    def build(
+        self, e_user_shape: Any = None, e_cand_shape: Any = None, cand_to_user_shape: Any = None
+    ) -> None:
+        """Makes the parameters for inputs of these shapes; an input that is None has none."""
         del cand_to_user_shape
-        rows = e_user_shape[1], e_cand_shape[1]
+        rows = self._size("e_user", e_user_shape, 1), self._size("e_cand", e_cand_shape, 1)
         self._make(parameters.compression_specs(*rows, self.features))
 
     def call(self, e_user: jax.Array, e_cand: jax.Array, cand_to_user: jax.Array) -> jax.Array:
@@ -127,14 +138,15 @@ class CandidateAttention(_Layer):
 
     def build(
         self,
-        x_cand_shape: Any,
-        x_user_shape: Any,
-        cand_to_user_shape: Any,
+        x_cand_shape: Any = None,
+        x_user_shape: Any = None,
+        cand_to_user_shape: Any = None,
         lengths_shape: Any = None,
     ) -> None:
-        """Makes the parameters for inputs of these shapes."""
+        """Makes the parameters for inputs of these shapes; an input that is None has none."""
         del cand_to_user_shape, lengths_shape
-        width, user_width = x_cand_shape[2], x_user_shape[2]
+        width = self._size("x_cand", x_cand_shape, 2)
+        user_width = self._size("x_user", x_user_shape, 2)
         out = width if self.out_features is None else self.out_features
         heads = (self.num_heads, self.head_dim)
         self._make(parameters.attention_specs(width, user_width, out, *heads))

@@ -1,7 +1,6 @@
 """Makes and checks the parameters of the layers."""
 
 import math
-import operator
 from collections.abc import Callable, Container, Mapping
 from typing import Any, NamedTuple
 
@@ -63,13 +62,8 @@ def names_of_axes(axes: tuple[int | None, ...], of_matrix: Any) -> tuple[Any, ..
 
 def check_sizes(layer: str, **sizes: int | None) -> tuple[int, ...]:
     """Returns the sizes; raises ValueError, naming size and value, unless all are integers > 0."""
-    checked = []
-    for name, size in sizes.items():
-        is_integer = hasattr(size, "__index__") and not isinstance(size, bool)
-        if size is None or not is_integer or operator.index(size) < 1:
-            raise ValueError(f"{layer} needs {name} of at least 1, but {name} is {size!r}")
-        checked.append(operator.index(size))
-    return tuple(checked)
+    named = sizes.items()
+    return tuple(arguments.integer(f"{name} of {layer}", size, least=1) for name, size in named)
 
 
 def matrix(shape: tuple[int, ...], *, to_heads: bool) -> Spec:

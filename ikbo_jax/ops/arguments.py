@@ -1,6 +1,7 @@
 """Checks of arguments that the ops share; an error quotes both conflicting values."""
 
 import math
+import operator
 from collections.abc import Iterable
 from typing import Any
 
@@ -26,8 +27,7 @@ def request(
         known = ", ".join(["None", *map(repr, dispatch.IMPLEMENTATIONS)])
         raise ValueError(f"unknown implementation {implementation!r}; known: {known}")
     if config is not None and not isinstance(config, config_types):
-        names = [t.__name__ for t in config_types]
-        known = " or ".join(f"{'an' if n[0] in 'AEIOU' else 'a'} {n}" for n in names)
+        known = " or ".join(_with_article(t.__name__) for t in config_types)
         raise ValueError(f"config must be {known}, but is {config!r}")
     if config is not None and implementation == "xla":
         raise ValueError(f"implementation='xla' takes no config, but config is {config}")
@@ -163,7 +163,29 @@ def describe(value: object) -> str:
     """Formats a value for an error: dtype and shape of an array, the type of any other value."""
     if hasattr(value, "shape") and hasattr(value, "dtype"):
         return f"{value.dtype}{list(value.shape)}"
-    return "None" if value is None else f"a {type(value).__name__}"
+    return "None" if value is None else _with_article(type(value).__name__)
+
+
+def _with_article(word: str) -> str:
+    return f"{'an' if word[0] in 'AEIOUaeiou' else 'a'} {word}"
+
+
+def integer(name: str, value: Any, least: int = 0) -> int:
+    """Returns `value` as an int.
+
+    Raises ValueError, quoting the value, unless it is an integer of at least `least` that is known
+    while tracing. A bool is none.
+    """
+    try:
+        number = least - 1 if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        number = least - 1
+    if number < least:
+        raise ValueError(
+            f"{name} must be an integer of at least {least}, known while tracing, but is "
+            f"{value!r:.80}"
+        )
+    return number
 
 
 def finite_number(name: str, value: Any) -> float:

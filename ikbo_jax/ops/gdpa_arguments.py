@@ -1,6 +1,5 @@
 """Argument checks of generalised dot-product attention; errors quote both conflicting values."""
 
-import operator
 from typing import Any, TypeGuard
 
 import jax
@@ -142,12 +141,4 @@ def bound(name: str, value: int | None, rows: int) -> int | None:
     """
     if value is None:
         return None
-    try:
-        number = operator.index(value)
-    except TypeError as error:
-        raise ValueError(
-            f"{name} must be an integer known while tracing, but is {arguments.describe(value)}"
-        ) from error
-    if isinstance(value, bool) or number < 0:
-        raise ValueError(f"{name} must be an integer of at least 0, but is {value}")
-    return min(number, rows if isinstance(rows, int) else 2**31 - 1)
+    return min(arguments.integer(name, value), rows if isinstance(rows, int) else 2**31 - 1)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-import operator
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -129,13 +128,8 @@ def _number_of_users(value: Any) -> Any:
     """Returns `value`; raises ValueError unless it is an int32 of at least 0, or symbolic."""
     if dispatch.is_symbolic(value):
         return value
-    try:
-        number = -1 if isinstance(value, bool) else operator.index(value)
-    except TypeError:
-        number = -1
-    if not 0 <= number < 2**31:
-        at_least = "an integer of at least 0" if number < 0 else "below 2**31"
-        raise ValueError(f"num_users must be {at_least}, but is {value!r:.80}")
+    if (number := arguments.integer("num_users", value)) >= 2**31:
+        raise ValueError(f"num_users must be below 2**31, but is {number}")
     return number
 
 

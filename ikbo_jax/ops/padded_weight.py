@@ -69,11 +69,12 @@ def pad_weight(weight: jax.Array | PaddedWeight) -> PaddedWeight:
       weight: [M, K], bfloat16, float16 or float32; a `PaddedWeight` is returned as it is.
 
     Raises:
-      ValueError: the weight has another rank or dtype.
+      ValueError: the weight has another rank or dtype, or no values.
     """
     if isinstance(weight, PaddedWeight):
         return weight
     arguments.check_array("weight", weight, "[M, K]")
+    arguments.check_runnable("pad_weight", weight)
     k, multiple = weight.shape[1], WEIGHT_ALIGNMENT // weight.dtype.itemsize
     return PaddedWeight(pad_columns(weight, -(-k // multiple) * multiple), k)
 

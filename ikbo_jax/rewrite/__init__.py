@@ -61,7 +61,7 @@ def rewrite(fn: Callable[..., Any]) -> Callable[..., Any]:
         traced.
     """
     if not callable(fn):
-        raise TypeError(f"fn must be a function, but is {fn!r}")
+        raise TypeError(f"fn must be a function, but is {fn!r:.80}")
     if getattr(fn, "_ikbo_rewritten", False):
         return fn
     if (jit_info := jitted_function.parameters(fn)) is not None:

@@ -230,6 +230,7 @@ class Form:
             fits = structure == self.structure and len(count) == stacked
             for leaf, (shape, dtype) in zip(leaves, self._expected, strict=False):
                 fits = fits and leaf.shape == count + shape and leaf.dtype == dtype
+                fits = fits and hasattr(leaf, "__array__")  # a ShapeDtypeStruct has no values
         except Exception:
             # Objects of other libraries may raise anything; unsortable keys of a dict, ValueError.
             fits = False
@@ -250,7 +251,7 @@ def check(tree: Tree, rows: Tree, name: str, *, stacked: bool) -> list[Any]:
     arrays = []
     for (path, row), leaf in zip(expected, found, strict=True):
         try:
-            is_array = hasattr(leaf, "shape") and hasattr(leaf, "dtype")
+            is_array = all(hasattr(leaf, x) for x in ("shape", "dtype", "__array__"))
             arrays.append(leaf if is_array else np.asarray(leaf))
         except Exception as error:
             raise BadRequestError(

@@ -204,7 +204,7 @@ FLAGS = {
     ("value", "words"),
     [
         ("False", "a str, 'False'"),
-        (2, "a int, 2"),
+        (2, "an int, 2"),
         (None, "None"),
         (np.ones(2, bool), "bool[2]"),
         ([True], "a list"),

@@ -156,5 +156,12 @@ def test_a_keras_model_is_saved_loaded_and_trained(keras: Any, tmp_path: Any) ->
     loaded.compile("sgd", "mse")
     first, *_, last = (loaded.train_on_batch(arrays, np.ones((5, 4, 8))) for _ in range(4))
     assert last < first
-    with pytest.raises(ValueError, match="CandidateAttention needs num_heads of at least 1"):
+    with pytest.raises(
+        ValueError, match="num_heads of CandidateAttention must be an integer of at least 1"
+    ):
         layers.CandidateAttention(0, 8)(*arrays)
+    layer = layers.CandidateAttention(2, 4)
+    with pytest.raises(ValueError, match="x_user must have 3 axes, but has shape None"):
+        layer(jnp.ones((5, 3, 8)), None, INDEX)
+    with pytest.raises(ValueError, match=r"e_cand must have 3 axes, but has shape \(3, 8\)"):
+        layers.LinearCompression(4)(jnp.ones((2, 6, 8)), jnp.ones((3, 8)), INDEX)

@@ -110,15 +110,15 @@ BAD_OPTIONS = {
     ),
     "max_q_negative": (
         {"max_seqlen_q": -1},
-        "max_seqlen_q must be an integer of at least 0, but is -1",
+        "max_seqlen_q must be an integer of at least 0, known while tracing, but is -1",
     ),
     "max_kv_float": (
         {"max_seqlen_kv": 4.0},
-        "max_seqlen_kv must be an integer known while tracing, but is a float",
+        "max_seqlen_kv must be an integer of at least 0, known while tracing, but is 4.0",
     ),
     "max_kv_bool": (
         {"max_seqlen_kv": True},
-        "max_seqlen_kv must be an integer of at least 0, but is True",
+        "max_seqlen_kv must be an integer of at least 0, known while tracing, but is True",
     ),
 }
 
@@ -130,7 +130,7 @@ def test_bad_option_raises_and_says_what_is_known(options: dict, message: str) -
 
 
 def test_bounds_must_be_known_while_tracing() -> None:
-    with pytest.raises(ValueError, match=r"max_seqlen_q .* known while tracing, but is int32\[\]"):
+    with pytest.raises(ValueError, match=r"max_seqlen_q .* known while tracing, but is JitTracer"):
         jax.jit(lambda x: ikbo.gdpa(**ARRAYS, max_seqlen_q=x))(jnp.int32(1))
 
 

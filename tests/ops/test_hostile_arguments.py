@@ -205,6 +205,12 @@ def test_there_is_no_time_of_shapes() -> None:
         ikbo.benchmark(jnp.sin, jax.ShapeDtypeStruct((2,), np.float32))
 
 
+def test_numbers_of_numpy_are_integers_and_shapes_are_no_weights() -> None:
+    assert ikbo.benchmark(jnp.sin, jnp.ones(2), rounds=np.int64(1), window_s=0.001).ms > 0
+    with pytest.raises(ValueError, match="pad_weight takes arrays, but one is a ShapeDtypeStruct"):
+        ikbo.pad_weight(jax.ShapeDtypeStruct((2, 3), jnp.bfloat16))
+
+
 TERM = ikbo.Term(ones(4, 5), ones(3, 5, 8))
 
 

@@ -273,7 +273,7 @@ def test_wrong_arguments_are_named_with_both_values() -> None:
         (lambda: layer(held, num_heads=5), "output_weight has 18 rows and uvqk_weight has 24 col"),
         (lambda: layer(held, concat=False), "uvqk_weight has 24 columns, but with num_heads=2 and"),
         (lambda: layer(held, group_norm=True), r"output_norm_weight has shape \(6,\) but group_no"),
-        (lambda: layer(held, num_heads=0), "HSTU needs num_heads of at least 1, but"),
+        (lambda: layer(held, num_heads=0), "num_heads of HSTU must be an integer of at least 1"),
         (lambda: layer(held, max_seqlen=None), "needs max_seqlen or output_scale, but both"),
         (lambda: layer(held, recompute=("gate",)), "recompute has the unknown name 'gate'"),
         (lambda: layer(without), "HSTU has no parameter 'uvqk_weight', only"),
@@ -282,5 +282,5 @@ def test_wrong_arguments_are_named_with_both_values() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             call()
-    with pytest.raises(ValueError, match="HSTU needs hidden_dim of at least 1"):
+    with pytest.raises(ValueError, match="hidden_dim of HSTU must be an integer of at least 1"):
         nnx.HSTU(F, N, 3, 0, rngs=flax_nnx.Rngs(0))

@@ -72,7 +72,7 @@ def test_linen_takes_the_sizes_of_its_inputs() -> None:
     expected, sized = twin.init_with_output(key, *inputs())
     jax.tree.map(np.testing.assert_array_equal, (out, variables), (expected, sized))
     np.testing.assert_array_equal(layer.apply(sized, *inputs()), out)
-    with pytest.raises(ValueError, match="needs features of at least 1, but features is None"):
+    with pytest.raises(ValueError, match="features of .* of at least 1, .* but is None"):
         linen.LinearCompression().init(key, *inputs())
 
 

@@ -13,9 +13,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from offline import modules_in
 from processes import heeding_interrupts
 from test_cli import TINY
 
+import ikbo_jax as ikbo
 from ikbo_jax import cli, demo, demo_attention, demo_ranking
 from ikbo_jax._timing import executables, programs
 from ikbo_jax._timing.programs import Programs
@@ -102,38 +104,62 @@ def test_only_programs_that_are_not_timed_compile_without_autotuning(monkeypatch
     assert "xla_gpu_autotune_level" not in programs.NETWORK_ON_GPU
 
 
+def test_programs_of_kernels_call_the_same_modules():
+    """XLA finds a compiled kernel by the bytes of its module."""
+    shape = jax.ShapeDtypeStruct
+    user, index = shape((2, 64, 2, 64), jnp.bfloat16), shape((3,), jnp.int32)
+    call = jax.jit(lambda user, index: ikbo.attention(user[:, :4][index], user, user, index))
+    lowered = call.trace(user, index).lower(lowering_platforms=("cuda",))
+    whole = set(modules_in(lowered.compiler_ir("stablehlo")))
+    kernels = [x.lower().compiler_ir("stablehlo") for x in programs.kernels_of(lowered)]
+    assert sorted(module for x in kernels for module in modules_in(x)) == sorted(whole)
+    assert whole
+    assert programs.kernels_of(jax.jit(jnp.sin).lower(1.0)) == []
+
+
 # The cache of compiled programs.
 
 
-def test_the_cache_folder_is_the_user_s_and_settings_are_restored(tmp_path):
-    """Whole demos show that it keeps what they compile."""
-    before = jax.config.jax_persistent_cache_min_compile_time_secs
-    with programs.persistent_compilations(tmp_path / "compilations") as reason:
-        assert reason is None
-        assert jax.config.jax_compilation_cache_dir == str(tmp_path / "compilations")
-        assert jax.config.jax_persistent_cache_min_compile_time_secs == 0
-    assert jax.config.jax_compilation_cache_dir is None
-    assert jax.config.jax_persistent_cache_min_compile_time_secs == before
-
-
-def test_a_cache_that_the_user_chose_stays(tmp_path):
-    chosen = str(tmp_path / "chosen")
+def test_a_cache_that_the_user_chose_is_the_only_one(tmp_path):
+    chosen, folder = str(tmp_path / "chosen"), tmp_path / "programs"
     jax.config.update("jax_compilation_cache_dir", chosen)
     try:
-        with programs.persistent_compilations(tmp_path / "compilations") as reason:
+        with executables.use_store(folder, []) as reason:
             assert reason is None
+            assert executables.current_store() is None
             assert jax.config.jax_compilation_cache_dir == chosen
-            assert not (tmp_path / "compilations").exists()
     finally:
         jax.config.update("jax_compilation_cache_dir", None)
+    assert not folder.exists()
+    with executables.use_store(folder, []) as reason:
+        assert reason is None
+        assert executables.current_store() is not None
 
 
 def test_a_folder_that_cannot_be_made_is_said_and_not_fatal(tmp_path):
     (tmp_path / "file").touch()
-    with programs.persistent_compilations(tmp_path / "file" / "compilations") as reason:
+    with executables.use_store(tmp_path / "file" / "programs", []) as reason:
         assert "not kept for the next time" in reason
         assert str(tmp_path / "file") in reason
-        assert jax.config.jax_compilation_cache_dir is None
+        assert executables.current_store() is None
+
+
+@pytest.mark.slow
+def test_programs_load_again_after_a_change_that_leaves_them_alike(tmp_path, monkeypatch):
+    """A program from JAX's own cache, stored and loaded, lacked its functions on a CPU."""
+    request = demo.Request(24, 5, 9, 8, 7, 11, "float32")
+
+    def run_demo() -> None:
+        jax.clear_caches()  # what was compiled before is in memory
+        demo.run_parts([functools.partial(demo.run, request)], lambda text: None)
+
+    monkeypatch.setattr(demo, "ROUNDS", 1)
+    monkeypatch.setattr(demo, "WINDOW_S", 1e-3)
+    run_demo()
+    real = executables.environment_digest
+    monkeypatch.setattr(executables, "environment_digest", lambda tables: b"new" + real(tables))
+    for _ in range(2):
+        run_demo()
 
 
 # Executables that a second demo finds without lowering their programs.

@@ -67,6 +67,23 @@ def test_problems_of_rewrite_and_grad_are_tuned_once(tuner: list[Any], capsys: A
     assert "not tuned: no round could be measured" in str(report)
 
 
+def test_a_gradient_is_tuned_in_both_directions_of_every_op(tuner: list[Any]) -> None:
+    def loss(cand: jax.Array, user: jax.Array, index: jax.Array) -> jax.Array:
+        attended = ikbo.attention(cand, user, user, index).reshape(12, 2, 64)
+        rows, keys = user.reshape(2, 16, 128), user.reshape(32, 2, 64)
+        offsets = jnp.arange(4, dtype=jnp.int32) * 4, jnp.arange(3, dtype=jnp.int32) * 16
+        fed = ikbo.gdpa(attended, keys, keys, *offsets, q_to_kv=index)
+        weights = cand[0, 0, :, :4], cand[0, 0, :, :16]
+        out = ikbo.linear_compression(*weights, fed.reshape(3, 4, 128), rows, index)
+        return jnp.sum(out.astype(jnp.float32))
+
+    report = ikbo.tune(jax.grad(loss), CAND, USER, INDEX)
+    ops = ("attention", "gdpa", "linear_compression")
+    both = sorted(f"{op}{direction}" for op in ops for direction in ("", "_backward"))
+    assert sorted(problem.op for problem in tuner) == both
+    assert sorted(line.split(":")[0] for line in str(report).splitlines()) == both
+
+
 def test_on_a_cpu_there_is_nothing_to_tune(on_cpu: None) -> None:
     report = ikbo.tune(model, CAND, USER, INDEX)
     assert re.match(r"nothing to tune: .* need a Hopper GPU, but .* is a cpu$", str(report))
@@ -131,11 +148,11 @@ def test_benchmark_times_by_turns() -> None:
     [
         (None, {}, "benchmark(f, x), but fn is None"),
         (jnp.ones(3), {}, "but fn is float32[3]"),
-        ({"a": 3}, {}, "but fn is a int"),
+        ({"a": 3}, {}, "but fn is an int"),
         ({}, {}, "but fn is a dict"),
         (jnp.sin, {"window_s": 0}, "window_s must be above 0, but is 0"),
-        (jnp.sin, {"rounds": 0}, "rounds must be an integer of at least 1, but is 0"),
-        (jnp.sin, {"rounds": "3"}, "rounds must be an integer of at least 1, but is '3'"),
+        (jnp.sin, {"rounds": 0}, "rounds must be an integer of at least 1, known while tracing"),
+        (jnp.sin, {"rounds": "3"}, "known while tracing, but is '3'"),
     ],
 )
 def test_benchmark_refuses(fn: Any, options: Any, message: str) -> None:
