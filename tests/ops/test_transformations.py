@@ -214,6 +214,19 @@ def test_second_derivatives_by_reverse_mode(fn: Callable) -> None:
     np.testing.assert_allclose(hessian @ step.ravel(), difference.ravel(), atol=1e-5)
 
 
+@pytest.mark.parametrize("fn", [gdpa, linear_compression, look_up], ids=lambda fn: fn.__name__)
+def test_no_gradient_on_a_gpu_is_added_up_in_any_order(fn: Callable) -> None:
+    """As XLA's scatters of floats there are; nor is a second derivative."""
+
+    def bent(x: jax.Array) -> jax.Array:
+        return jnp.sum(jnp.cos(jax.grad(fn)(x)))
+
+    traced = jax.jit(jax.value_and_grad(bent)).trace(array(*SECOND[fn]))
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    scatters = re.findall(r'"stablehlo.scatter".*?stablehlo.return', text, re.DOTALL)
+    assert not [x for x in scatters if re.search(r"stablehlo.add .*: tensor<f32>", x)]
+
+
 REVERSE = {
     "jit": jax.jit,
     "scan": lambda fn: lambda x: in_scan(fn)(x) / 2,
