@@ -109,7 +109,7 @@ def look_up(
     arguments.check_runnable("LookUp", index)
     params, _ = cast("LookUp", params, (), dtype)
     rows = look_up_rows(params["table"], index.reshape(-1), indices_are_sorted=indices_are_sorted)
-    return rows.reshape(*index.shape, -1)
+    return rows.reshape(*index.shape, rows.shape[1])
 
 
 def attend(

@@ -161,9 +161,9 @@ def attention(
         "xla".
       NotImplementedError: implementation="mosaic_gpu", but the kernel cannot run on this device, or
         with these sizes, this dtype or this `config`; S, N, K or H is a symbolic dimension of
-        `jax.export` (B, U and T may be symbolic on the XLA path); forward-mode differentiation, but
-        for self_key and self_value that XLA merges without Explicit mesh axes. The message says
-        why.
+        `jax.export` (B, U and T may be symbolic on the XLA path); a `bias` with a `page_table`;
+        forward-mode differentiation, but for self_key and self_value that XLA merges without
+        Explicit mesh axes. The message says why.
 
     Source: Meta IKBO, flash attention with in-kernel broadcast, on the PyTorch blog.
     """

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.experimental.custom_partitioning import (
     ArrayMapping,
@@ -23,10 +24,10 @@ from jax.experimental.custom_partitioning import (
 )
 from jax.experimental.xla_metadata import set_xla_metadata
 from jax.extend.core import Primitive, jaxpr_as_fun
-from jax.interpreters import mlir
+from jax.interpreters import batching, mlir
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from ikbo_jax.ops import dispatch
+from ikbo_jax.ops import dispatch, platforms
 from ikbo_jax.ops.partition import Dimension, Local, Rule, divide, vmapped
 
 
@@ -73,29 +74,16 @@ def run(local: Local, rule: Rule, identity: Any, operands: Sequence[Any]) -> tup
         decode_shardings=False,
     )
 
-    # A function with its own derivative and vmap rule, since `custom_partitioning` has neither.
-    @jax.custom_jvp
-    def call(*operands: Any) -> tuple[Any, ...]:
-        batchable = jax.custom_batching.custom_vmap(_with_devices(divided))
+    def batched(size: int, is_batched: Sequence[bool], arrays: Sequence[Any]) -> Sequence[Any]:
+        name = ("vmap", *is_batched, identity)
+        return run(vmapped(local, is_batched), rule.batched(size, is_batched), name, arrays)
 
-        @batchable.def_vmap
-        def rule_of_vmap(size: int, batched: Any, *arrays: Any) -> Any:
-            name = ("vmap", *batched, identity)
-            results = run(vmapped(local, batched), rule.batched(size, batched), name, arrays)
-            return results, (True,) * len(results)
-
-        # The callback's address, which is not the same in another process, can be left out of the
-        # key of JAX's compilation cache; what it does must then stand in the program's text.
-        with set_xla_metadata(ikbo_jax=_digest(identity, rule)):
-            found: tuple[Any, ...] = batchable(*operands)
-        return found
-
-    @call.defjvp
-    def _(primals: Any, tangents: Any) -> Any:
-        return jax.jvp(whole, primals, tangents)
-
-    results = call(*operands)
-    return results
+    # The callback's address, which is not the same in another process, can be left out of the key
+    # of JAX's compilation cache; what it does must then stand in the program's text.
+    with set_xla_metadata(ikbo_jax=_digest(identity, rule)):
+        jaxpr = jax.make_jaxpr(_with_devices(divided))(*operands)
+        forms = {"jaxpr": jaxpr, "whole": lambda: traced, "batched": batched}
+        return tuple(divided_p.bind(*operands, **forms))
 
 
 def _with_devices(divided: Callable[..., Any]) -> Callable[..., Any]:
@@ -229,9 +217,34 @@ def jaxpr_primitive(name: str) -> Primitive:
     """Makes a primitive that evaluates its parameter `jaxpr`; the caller adds a lowering."""
     found = Primitive(name)
     found.multiple_results = True
-    found.def_impl(lambda *operands, jaxpr: jaxpr_as_fun(jaxpr)(*operands))
-    found.def_abstract_eval(lambda *_, jaxpr: jaxpr.out_avals)
+    found.def_impl(lambda *operands, jaxpr, **_: jaxpr_as_fun(jaxpr)(*operands))
+    found.def_abstract_eval(lambda *_, jaxpr, **__: jaxpr.out_avals)
     return found
+
+
+# A call that XLA divides, with a derivative and a rule of `vmap`, which `custom_partitioning` does
+# not have. `whole` returns the jaxpr of the undivided computation; behind a function, `explain`
+# does not find its plans a second time.
+divided_p = jaxpr_primitive("ikbo_divided")
+platforms.differentiate(divided_p, lambda whole, **_: whole())
+mlir.register_lowering(
+    divided_p,
+    lambda ctx, *operands, jaxpr, **_: mlir.lower_fun(jaxpr_as_fun(jaxpr))(ctx, *operands),
+)
+
+
+def _batch(operands: Any, axes: Any, *, batched: Any, **_: Any) -> tuple[Any, Any]:
+    is_batched = [isinstance(axis, int) for axis in axes]
+    arrays = [
+        jnp.moveaxis(x, axis, 0) if moves else x
+        for x, axis, moves in zip(operands, axes, is_batched, strict=True)
+    ]
+    size = arrays[is_batched.index(True)].shape[0]
+    results = batched(size, is_batched, arrays)
+    return results, [0] * len(results)
+
+
+batching.primitive_batchers[divided_p] = _batch
 
 
 # A call inside `shard_map`. `custom_partitioning` asks its mesh for devices, which it only counts;

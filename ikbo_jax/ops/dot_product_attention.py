@@ -219,7 +219,7 @@ def _by_intervals(
     begin = jnp.broadcast_to(places - window[0], (batch, q_len))
     end = jnp.broadcast_to(jnp.minimum(places + window[1] + 1, ends), (batch, q_len))
     out = gdpa(
-        *(x.reshape(-1, *x.shape[2:]) for x in (query, key, value)),
+        *(jax.lax.collapse(x, 0, 2) for x in (query, key, value)),
         *(gdpa_arguments.equal_offsets(*sizes) for sizes in ((batch, q_len), (users, kv_len))),
         activation="softmax",
         scale=scale,

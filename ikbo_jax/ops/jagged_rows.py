@@ -27,6 +27,9 @@ def append(
       Arrays [total_held + total_new, ...] without rows between sequences, and their offsets. Rows
       after the last sequence hold anything; their gradients should be 0.
     """
+    joined = [jnp.concatenate(pair) for pair in zip(held, new, strict=True)]
+    if cu_new.shape[0] == 1:  # there is no sequence, and so no number of one
+        return joined, jnp.zeros_like(cu_new)
     held_rows, new_rows = held[0].shape[0], new[0].shape[0]
     held_start, held_length = jagged.bounds(cu_held, held_rows, None)
     new_start, new_length = jagged.bounds(cu_new, new_rows, None)
@@ -39,5 +42,4 @@ def append(
     index = jnp.where(
         further < 0, held_start[sequence] + place, held_rows + new_start[sequence] + further
     )
-    arrays = [look_up(jnp.concatenate(pair), index) for pair in zip(held, new, strict=True)]
-    return arrays, jnp.pad(end, (1, 0))
+    return [look_up(rows, index) for rows in joined], jnp.pad(end, (1, 0))

@@ -15,6 +15,7 @@ from ikbo_jax.ops.linear_compression_backward import (
     Gradients,
     Settings,
     choose,
+    decomposed_vjp,
     fold,
     problem_of,
 )
@@ -326,7 +327,7 @@ class _LinearCompression(Op[_Call, Arrays, jax.Array]):
             dtypes = (name, name, name if call.is_m_divided else None)
             settings = Settings(call.request, dtypes, plan.backward_config)
             return GRADIENT.differentiable(settings, (arrays, cotangents))
-        return reference.decomposed_vjp(*arrays, cotangents, dtype=dtype)
+        return decomposed_vjp(call.request, *arrays, cotangents, dtype)
 
 
 def _without_padding(arrays: Arrays) -> Arrays:

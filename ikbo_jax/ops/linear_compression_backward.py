@@ -1,5 +1,6 @@
 """Gradient of linear compression by kernels."""
 
+import dataclasses
 import functools
 import math
 from collections.abc import Sequence
@@ -8,7 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ikbo_jax.ops import dispatch
+from ikbo_jax.ops import dispatch, look_up
 from ikbo_jax.ops.op import Gradient, gradient_config
 from ikbo_jax.ops.sharded import run_kernel
 from ikbo_jax.ops.stacking import stack, unstack
@@ -246,6 +247,22 @@ def _run_batched(settings: Settings, size: int, batched: Any, operands: Any) -> 
     return d_weights, unstack(size, d_embeddings)
 
 
+def decomposed_vjp(
+    request: dispatch.Request,
+    weights: Sequence[jax.Array],
+    embeddings: Sequence[jax.Array],
+    parents: Sequence[jax.Array | None],
+    cotangent: jax.Array,
+    dtype: Any,
+) -> Gradients:
+    """Computes the gradient in XLA, with sums over candidates that have one order on a GPU."""
+    return reference.decomposed_vjp(
+        *(tuple(weights), tuple(embeddings), tuple(parents), cotangent),
+        dtype=dtype,
+        sum_rows=functools.partial(look_up.sum_rows, request),
+    )
+
+
 def _pull_back(
     settings: Settings, operands: tuple[Arrays, jax.Array], cotangents: Gradients
 ) -> tuple[tuple[Arrays, jax.Array]]:
@@ -253,7 +270,9 @@ def _pull_back(
     (weights, embeddings, parents), cotangent = operands
 
     def by_xla(weights: Any, embeddings: Any, cotangent: jax.Array) -> Gradients:
-        found = reference.decomposed_vjp(weights, embeddings, parents, cotangent, dtype=jnp.float32)
+        request = dataclasses.replace(settings.request, implementation="xla")
+        operands = weights, embeddings, parents, cotangent
+        found = decomposed_vjp(request, *operands, jnp.float32)
         return jax.tree.map(lambda x, like: x.astype(like.dtype), found, cotangents)
 
     with jax.default_matmul_precision(settings.request.precision):

@@ -119,6 +119,15 @@ def segment_sum(
     return _SEGMENT_SUM.planned(call, arrays, (users, *values.shape[1:]), values.dtype)
 
 
+def sum_rows(
+    request: dispatch.Request, values: jax.Array, cand_to_user: jax.Array, num_users: int
+) -> jax.Array:
+    """Computes `segment_sum` for the gradient of a call with this request, in f32."""
+    arrays = RowArrays(values, cand_to_user)
+    call = _Call(request, num_users, False, "float32").on_kernel(SegmentSumProblem, arrays)
+    return SEGMENT_SUM.differentiable(call, arrays)
+
+
 def _check_rows(name: str, array: Any, axis: str) -> None:
     rank = len(getattr(array, "shape", ())) or 2
     arguments.check_array(name, array, f"[{', '.join([axis, *('...',) * (rank - 1)])}]")

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -156,6 +156,8 @@ def _check(arrays: NormLinear, activations: tuple[Any, ...]) -> None:
 
 def check_recompute(names: Any) -> tuple[str, ...]:
     """Returns the names as a tuple; raises ValueError, quoting the name, if one is unknown."""
+    if not isinstance(names, str | Iterable):
+        raise ValueError(f"recompute must hold names, but is {arguments.describe(names)}")
     names = (names,) if isinstance(names, str) else tuple(names)
     for name in names:
         if name not in reference.RECOMPUTABLE:

@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 from jax.extend.core import Primitive, jaxpr_as_fun
-from jax.interpreters import batching, mlir
+from jax.interpreters import ad, batching, mlir
 
 from ikbo_jax.ops.settings import as_now
 
@@ -42,25 +42,33 @@ def by_platform(
         return jax.tree.leaves(on_cuda(jax.tree.unflatten(treedef, leaves)))
 
     traced, shape = jax.make_jaxpr(tree, return_shape=True)(*leaves)
-    results = _call(traced, kernels, refusal, leaves)
+    results = by_platform_p.bind(*leaves, elsewhere=traced, on_cuda=kernels, refusal=refusal)
     return jax.tree.unflatten(jax.tree.structure(shape), results)
 
 
-def _call(elsewhere: Any, on_cuda: Any, refusal: str, operands: Sequence[Any]) -> Sequence[Any]:
-    """Binds the primitive, which has the derivatives of its form `elsewhere`."""
+def differentiate(primitive: Primitive, form: Callable[..., Any]) -> None:
+    """Gives a primitive the derivatives of the jaxpr `form(**params)`.
 
-    @jax.custom_jvp
-    def call(*operands: Any) -> tuple[Any, ...]:
-        return tuple(
-            by_platform_p.bind(*operands, elsewhere=elsewhere, on_cuda=on_cuda, refusal=refusal)
-        )
+    In place of a `custom_jvp` around the primitive: JAX's rule of `vmap` batches the derivative of
+    a `custom_jvp`, and cannot if the derivative has a `custom_vjp`.
+    """
 
-    @call.defjvp
-    def _(primals: Any, tangents: Any) -> Any:
-        _, tangents_out = jax.jvp(jaxpr_as_fun(elsewhere), primals, tangents)
-        return call(*primals), tuple(tangents_out)
+    def jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> Any:
+        moving = [n for n, tangent in enumerate(tangents) if not isinstance(tangent, ad.Zero)]
 
-    return call(*operands)
+        def of_moving(*values: Any) -> list[Any]:
+            operands = list(primals)
+            for n, value in zip(moving, values, strict=True):
+                operands[n] = value
+            return jaxpr_as_fun(form(**params))(*operands)
+
+        _, found = jax.jvp(of_moving, [primals[n] for n in moving], [tangents[n] for n in moving])
+        return primitive.bind(*primals, **params), found
+
+    ad.primitive_jvps[primitive] = jvp
+
+
+differentiate(by_platform_p, lambda elsewhere, **_: elsewhere)
 
 
 @by_platform_p.def_impl

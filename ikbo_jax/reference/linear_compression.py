@@ -9,7 +9,7 @@ Indices are clamped to [0, B_{l-1} - 1]. The ops check arguments; these function
 Source: Meta IKBO, "linear compression embedding".
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -84,6 +84,7 @@ def decomposed_vjp(
     cotangent: jax.Array,
     *,
     dtype: Any = None,
+    sum_rows: Callable[[jax.Array, jax.Array, int], jax.Array] = jax.ops.segment_sum,
 ) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
     """Pulls a cotangent back to the weights and the embeddings, every level at its own batch.
 
@@ -93,6 +94,8 @@ def decomposed_vjp(
     Args (the levels are as for `materialised`):
       cotangent: [B_last, M, N] in the inputs' dtype.
       dtype: dtype of the gradients; None means the inputs'.
+      sum_rows: sums f32 rows by an index in range, of which there are so many values. On a GPU,
+        JAX's own adds in any order.
 
     Returns:
       Gradients of the weights and of the embeddings, each in its input's shape. Sums over
@@ -119,9 +122,8 @@ def decomposed_vjp(
             parent = parents[level]
             assert parent is not None
             batch = embeddings[level - 1].shape[0]
-            d_result = jax.ops.segment_sum(
-                d_result.astype(jnp.float32), jnp.clip(parent, 0, batch - 1), num_segments=batch
-            )
+            parent = jnp.clip(parent, 0, batch - 1)
+            d_result = sum_rows(d_result.astype(jnp.float32), parent, batch)
     return tuple(d_weights), tuple(d_embeddings)
 
 

@@ -27,9 +27,12 @@ def test_emulated_gradients_of_own_tokens(name: str, sm90: emulator.Emulator) ->
     shapes = rows, rows, tokens, tokens, rows
     arrays = [jnp.asarray(rng.normal(size=shape), dtype) for shape in shapes]
     d_out = jnp.asarray(rng.normal(size=rows), dtype)
-    lse, d_lse = (jnp.asarray(rng.normal(size=rows[:3]), jnp.float32) for _ in range(2))
-    operands = *arrays, lse, d_out, d_lse if has_d_lse else None
+    others, d_lse = (jnp.asarray(rng.normal(size=rows[:3]), jnp.float32) for _ in range(2))
     options: Any = {"scale": width**-0.5, "dtype": "float32" if has_d_lse else None}
+    query, key = arrays[1].astype(jnp.float32), arrays[2].astype(jnp.float32)
+    scores = options["scale"] * jnp.sum(query * jnp.repeat(key, group, axis=2), axis=-1)
+    lse = jnp.logaddexp(scores, others)  # of the token and of other keys
+    operands = *arrays, lse, d_out, d_lse if has_d_lse else None
     with sm90.emulated(0) as launched:
         found = add_own_tokens(*operands, **options)
     assert launched == ["ikbo_attention_backward_own_mosaic_gpu_kernel"]
@@ -39,3 +42,20 @@ def test_emulated_gradients_of_own_tokens(name: str, sm90: emulator.Emulator) ->
         np.testing.assert_allclose(
             np.asarray(x, np.float32), np.asarray(y, np.float32), rtol=0.01, atol=0.003
         )
+
+
+def test_emulated_weights_of_huge_logits_are_at_most_one(sm90: emulator.Emulator) -> None:
+    """lse is rounded to multiples of 2 there; the weight is 1 of a token that is all of it."""
+    rng, tokens = np.random.default_rng(1), (16, 1, 1, 64)
+    query, key, value, d_out = (
+        jnp.asarray(rng.normal(size=tokens), jnp.bfloat16) for _ in range(4)
+    )
+    scale, has_all = 4e6, np.arange(16) % 2 == 0
+    scores = scale * np.sum(np.float64(query) * np.float64(key), axis=-1)
+    lse = jnp.asarray(np.where(has_all[:, None, None], scores, scores + 2e7), jnp.float32)
+    assert jnp.max(jnp.abs(lse)) > 2.0**24
+    with sm90.emulated(0):
+        *_, found = add_own_tokens(
+            query, query, key, value, value, lse, d_out, None, scale=scale, dtype="float32"
+        )
+    np.testing.assert_allclose(found, np.where(has_all[:, None, None, None], d_out, 0), rtol=1e-3)

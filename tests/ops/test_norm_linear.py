@@ -397,6 +397,7 @@ def test_wrong_arguments_are_named_with_both_values() -> None:
         (linear(norm="batch"), "unknown norm 'batch'; known: 'layer', 'rms'"),
         (linear(eps=0.0), "eps must be above 0, but is 0.0"),
         (linear(recompute=("gate",)), "unknown name 'gate'; known: 'norm', 'projection'"),
+        (linear(recompute=None), "recompute must hold names, but is None"),
         (linear(implementation="cuda"), "unknown implementation 'cuda'"),
         (gated(u=g["u"][:, :1]), r"u has shape \(5, 1, 3\) but a has shape \(5, 2, 3\)"),
         (gated(weight=g["weight"][:-1]), r"weight has shape \(17, 6\) but a has C=6, which needs"),

@@ -194,14 +194,37 @@ def gradient_of(fn: Callable) -> Callable:
     return jax.jit(jax.grad(fn))
 
 
-@pytest.mark.parametrize("fn", OPS, ids=lambda fn: fn.__name__)
+def look_up(x: jax.Array) -> jax.Array:
+    return jnp.sum(ikbo.segment_sum(jnp.sin(ikbo.look_up(x, INDEX)), INDEX, 2) ** 2)
+
+
+SECOND = OPS | {look_up: (2, 3)}
+
+
+@pytest.mark.parametrize("fn", SECOND, ids=lambda fn: fn.__name__)
 def test_second_derivatives_by_reverse_mode(fn: Callable) -> None:
-    x = array(*OPS[fn])
-    hessian = jax.jit(jax.jacrev(jax.grad(fn)))(x).reshape(x.size, x.size)
+    """Also of derivatives that `vmap` maps, as `jax.jacrev` does."""
+    x = array(*SECOND[fn])
+    both = jax.jit(lambda x: [jax.jacrev(first(fn))(x) for first in (jax.grad, jax.jacrev)])(x)
+    hessian, mapped = (y.reshape(x.size, x.size) for y in both)
+    np.testing.assert_allclose(hessian, mapped, atol=1e-4)
     np.testing.assert_allclose(hessian, hessian.T, atol=1e-4)
     step = 2e-3 * array(x.size).reshape(x.shape)
     difference = (gradient_of(fn)(x + step) - gradient_of(fn)(x - step)) / 2
     np.testing.assert_allclose(hessian @ step.ravel(), difference.ravel(), atol=1e-5)
+
+
+@pytest.mark.parametrize("fn", [gdpa, linear_compression, look_up], ids=lambda fn: fn.__name__)
+def test_no_gradient_on_a_gpu_is_added_up_in_any_order(fn: Callable) -> None:
+    """As XLA's scatters of floats there are; nor is a second derivative."""
+
+    def bent(x: jax.Array) -> jax.Array:
+        return jnp.sum(jnp.cos(jax.grad(fn)(x)))
+
+    traced = jax.jit(jax.value_and_grad(bent)).trace(array(*SECOND[fn]))
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    scatters = re.findall(r'"stablehlo.scatter".*?stablehlo.return', text, re.DOTALL)
+    assert not [x for x in scatters if re.search(r"stablehlo.add .*: tensor<f32>", x)]
 
 
 REVERSE = {

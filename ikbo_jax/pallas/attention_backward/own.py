@@ -179,7 +179,9 @@ class _RowThreads(NamedTuple):
         lse = statistics.lse_exponent(statistics.load_number(self.operands.lse, row))
         score = arith.mulf(score, inline.f32(self.shape.scale * math.log2(math.e)))
         ptx, f32 = "ex2.approx.ftz.f32 $0, $1;", ir.F32Type.get()
-        weight = mgpu.utils.inline_ptx(ptx, arith.subf(score, lse), result_types=f32)
+        # At most 1: of a huge logit, lse is lowered by more than its rounding.
+        exponent = arith.minimumf(arith.subf(score, lse), inline.f32(0.0))
+        weight = mgpu.utils.inline_ptx(ptx, exponent, result_types=f32)
         d_score = arith.mulf(weight, arith.subf(d_weight, delta))
         return weight, arith.mulf(d_score, inline.f32(self.shape.scale))
 
