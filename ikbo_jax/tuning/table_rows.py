@@ -20,6 +20,7 @@ REMOVED = {
     "early_scores": False,
     "adds_by_launch": True,
     "stagger": False,
+    "tall": False,
     "chunk": 32,
     "coarse_rows": 48,
     "sum_stages": 12,

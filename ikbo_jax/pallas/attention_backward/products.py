@@ -1,11 +1,10 @@
 """WGMMA products of the attention backward kernels that `hopper.mma` does not have."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -66,56 +65,41 @@ def sum_over_keys(keys: Any, d_scores: Any, column_block: Any, rows: Any) -> Any
     return issue(keys, d_scores, column_block, begin)
 
 
-def over_blocks(
-    ctx: WarpgroupContext, blocks: Any, first_step: Any, totals: Any, add: Callable[..., Any]
-) -> Any:
-    """Adds the products of all blocks to a consumer's tiles.
-
-    `add(block, step, totals)` waits for a block, and issues a group of products for each tile; the
-    block is freed when the next one's are issued.
-    """
-
-    def one_block(block: Any, totals: Any) -> Any:
-        step = first_step + block
-        found = add(block, step, totals)
-        mma.wait(ctx.config.query_tiles)
-        pl.when(block > 0)(lambda: ctx.shared.blocks.release(step - 1))
-        return found
-
-    if ctx.interpret:
-        pl.loop(0, blocks)(lambda block: one_block(block, totals) and None)
-        return totals
-    return lax.fori_loop(0, blocks, one_block, totals)
-
-
-def store_sums(
+def sum_over_blocks(
     ctx: WarpgroupContext,
     blocks: Any,
     first_step: Any,
-    multiply: Callable[[Any], Any],
-    store: Callable[[Iterator[jax.Array]], None],
+    add: Callable[..., Any],
+    store: Callable[[jax.Array], None],
 ) -> None:
-    """Calls `multiply` with zeros, to which it adds all blocks, then `store` with the sums."""
-    shape, number = ctx.shape, ctx.config.query_tiles
+    """Adds the products of all blocks to a consumer's tile, and calls `store` with the sum.
 
-    def finish(totals: Any) -> None:
+    `add(block, step, total)` waits for a block and issues a group of products; the block is freed
+    when the next one's are issued.
+    """
+    ring, width = ctx.shared.blocks, ctx.shape.head_dim
+
+    def one_block(block: Any, total: Any) -> Any:
+        step = first_step + block
+        total = add(block, step, total)
+        mma.wait(1)
+        pl.when(block > 0)(lambda: ring.release(step - 1))
+        return total
+
+    def finish(total: Any) -> None:
         mma.wait(0)
-        pl.when(blocks > 0)(lambda: ctx.shared.blocks.release(first_step + blocks - 1))
-        store(mma.after_wait(x) for x in totals)
+        pl.when(blocks > 0)(lambda: ring.release(first_step + blocks - 1))
+        store(mma.after_wait(total))
 
     if not ctx.interpret:
-        zeros = tuple(mma.zeros(shape.head_dim, jnp.float32) for _ in range(number))
-        finish(multiply(zeros))
+        finish(mma.accumulate(0, blocks, one_block, mma.zeros(width, jnp.float32)))
         return
 
     def with_accumulators(*parts: Any) -> None:
-        count = shape.column_blocks
-        tiles = [parts[i * count :][:count] for i in range(number)]
-        multiply(tiles)
-        read = [jnp.concatenate([x[...] for x in tile], axis=1) for tile in tiles]
-        finish([x[:, : shape.head_dim] for x in read])
+        mma.accumulate(0, blocks, one_block, parts)
+        finish(jnp.concatenate([x[...] for x in parts], axis=1)[:, :width])
 
-    accumulators = [plgpu.ACC((WGMMA_M, WGMMA_M))] * (number * shape.column_blocks)
+    accumulators = [plgpu.ACC((WGMMA_M, WGMMA_M))] * ctx.shape.column_blocks
     pl.run_scoped(with_accumulators, *accumulators)
 
 
