@@ -33,9 +33,8 @@ from ikbo_jax.pallas.attention_backward.context import (
     receive_items,
     send_items,
 )
-from ikbo_jax.pallas.hopper import mma, mosaic, operand_tiles, stores, turns
+from ikbo_jax.pallas.hopper import mosaic, operand_tiles, stores
 from ikbo_jax.pallas.hopper.launch import Roles, WarpgroupContext, launch
-from ikbo_jax.pallas.hopper.visible import Visible
 from ikbo_jax.pallas.worklist.numbering import USER_WORDS
 from ikbo_jax.problems.attention_backward import AttentionBackwardConfig
 from ikbo_jax.problems.hopper import NUM_CONSUMERS, TILE_ROWS, WGMMA_M
@@ -102,40 +101,9 @@ def _produce(ctx: Context) -> None:
     ctx.shared.items.drain()
 
 
-def _queries(ctx: Context, step: Any) -> Any:
-    return ctx.shared.blocks.matrix(step).at[pl.ds(NUM_CONSUMERS, ctx.shape.column_blocks)]
-
-
-def _receive_block(ctx: Context, rows: Any, block: Any, step: Any) -> None:
-    """Waits for a block; zeroes the rows past the last one, which belong to others."""
-    ctx.shared.blocks.await_ready(step)
-    visible = Visible.in_block(rows, block, BLOCK_ROWS)
-
-    @pl.when(visible.is_partial)
-    def _() -> None:
-        consumer = mosaic.warpgroup_index()
-        visible.zero_rest(ctx.shared.blocks.matrix(step).at[pl.ds(consumer, 1)])
-
-        @pl.when(consumer == 0)
-        def _() -> None:
-            visible.zero_rest(_queries(ctx, step))
-
-        plgpu.commit_smem()
-        turns.synchronise_consumers()
-
-
 def _tile(ctx: Context, item: Any, blocks: Any, first_step: Any) -> None:
-    rows, consumer = ctx.shared.items.word(item, ROWS), mosaic.warpgroup_index()
-
-    def add(block: Any, step: Any, total: Any) -> Any:
-        _receive_block(ctx, rows, block, step)
-        d_scores = ctx.shared.blocks.matrix(step).at[consumer]
-        return mma.add_tile_product(total, d_scores, _queries(ctx, step), is_transposed=True)
-
-    def store(total: jax.Array) -> None:
-        _store(ctx, item, total * jnp.float32(ctx.shape.scale))
-
-    products.sum_over_blocks(ctx, blocks, first_step, add, store)
+    rows, store = ctx.shared.items.word(item, ROWS), functools.partial(_store, ctx, item)
+    products.sum_over_blocks(ctx, blocks, first_step, rows, store, is_transposed=True)
 
 
 def _store(ctx: Context, item: Any, total: jax.Array) -> None:

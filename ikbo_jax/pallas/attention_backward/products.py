@@ -11,9 +11,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith
 
-from ikbo_jax.pallas.hopper import inline, mma, mosaic
+from ikbo_jax.pallas.hopper import inline, mma, mosaic, turns
 from ikbo_jax.pallas.hopper.launch import WarpgroupContext
-from ikbo_jax.problems.hopper import NUM_CONSUMERS, WGMMA_K, WGMMA_M
+from ikbo_jax.pallas.hopper.visible import Visible
+from ikbo_jax.problems.hopper import BLOCK_K, NUM_CONSUMERS, WGMMA_K, WGMMA_M
 
 #: Bytes of WGMMA_K rows of an operand tile.
 STEP_BYTES = WGMMA_K * mosaic.SWIZZLE
@@ -69,19 +70,40 @@ def sum_over_blocks(
     ctx: WarpgroupContext,
     blocks: Any,
     first_step: Any,
-    add: Callable[..., Any],
+    length: Any,
     store: Callable[[jax.Array], None],
+    *,
+    is_transposed: bool = False,
 ) -> None:
-    """Adds the products of all blocks to a consumer's tile, and calls `store` with the sum.
+    """Calls `store` with scale * dS @ rows, [64, H] f32, of the blocks of 64 rows from a step on.
 
-    `add(block, step, total)` waits for a block and issues a group of products; the block is freed
-    when the next one's are issued.
+    A slot has stored gradients of scores, of 64 queries by 64 keys for each consumer, then the
+    blocks of columns of 64 keys, or of 64 queries if `is_transposed`: then of dS.T. Rows from
+    `length` on are zeroed: they are others', or may be NaN. A block is freed when the next one's
+    products are issued.
     """
-    ring, width = ctx.shared.blocks, ctx.shape.head_dim
+    ring, width, consumer = ctx.shared.blocks, ctx.shape.head_dim, mosaic.warpgroup_index()
+
+    def rows_of(step: Any) -> Any:
+        return ring.matrix(step).at[pl.ds(NUM_CONSUMERS, ctx.shape.column_blocks)]
+
+    def receive(block: Any, step: Any) -> None:
+        ring.await_ready(step)
+        visible = Visible.in_block(length, block, BLOCK_K)
+
+        @pl.when(visible.is_partial)
+        def _() -> None:
+            if is_transposed:
+                visible.zero_rest(ring.matrix(step).at[pl.ds(consumer, 1)])
+            pl.when(consumer == 0)(lambda: visible.zero_rest(rows_of(step)))
+            plgpu.commit_smem()
+            turns.synchronise_consumers()
 
     def one_block(block: Any, total: Any) -> Any:
         step = first_step + block
-        total = add(block, step, total)
+        receive(block, step)
+        d_scores = ring.matrix(step).at[consumer]
+        total = mma.add_tile_product(total, d_scores, rows_of(step), is_transposed=is_transposed)
         mma.wait(1)
         pl.when(block > 0)(lambda: ring.release(step - 1))
         return total
@@ -89,7 +111,7 @@ def sum_over_blocks(
     def finish(total: Any) -> None:
         mma.wait(0)
         pl.when(blocks > 0)(lambda: ring.release(first_step + blocks - 1))
-        store(mma.after_wait(total))
+        store(mma.after_wait(total) * jnp.float32(ctx.shape.scale))
 
     if not ctx.interpret:
         finish(mma.accumulate(0, blocks, one_block, mma.zeros(width, jnp.float32)))

@@ -26,9 +26,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ikbo_jax.pallas.attention_backward import products
 from ikbo_jax.pallas.attention_backward.context import Operands, Shape
-from ikbo_jax.pallas.hopper import mma, mosaic, operand_tiles, stores, turns
+from ikbo_jax.pallas.hopper import mosaic, operand_tiles, stores
 from ikbo_jax.pallas.hopper.launch import Roles, WarpgroupContext, launch
-from ikbo_jax.pallas.hopper.visible import Visible
 from ikbo_jax.pallas.worklist.numbering import TILE_WORDS
 from ikbo_jax.problems.attention_backward import STORED_BLOCK_KV, AttentionBackwardConfig
 from ikbo_jax.problems.hopper import NUM_CONSUMERS, WGMMA_M
@@ -100,25 +99,6 @@ def _produce(ctx: Context) -> None:
     ctx.shared.items.drain()
 
 
-def _keys(ctx: Context, step: Any) -> Any:
-    return ctx.shared.blocks.matrix(step).at[pl.ds(NUM_CONSUMERS, ctx.shape.column_blocks)]
-
-
-def _receive_block(ctx: Context, keys: Any, block: Any, step: Any) -> None:
-    """Waits for a block; zeroes keys past the user's length, which may be NaN."""
-    ctx.shared.blocks.await_ready(step)
-    visible = Visible.in_block(keys, block, STORED_BLOCK_KV)
-
-    @pl.when(visible.is_partial)
-    def _() -> None:
-        @pl.when(mosaic.warpgroup_index() == 0)
-        def _() -> None:
-            visible.zero_rest(_keys(ctx, step))
-
-        plgpu.commit_smem()
-        turns.synchronise_consumers()
-
-
 def _tile(ctx: Context, item: Any, first_step: Any) -> Any:
     """Computes and stores a tile; returns the next tile's first step."""
     shared = ctx.shared
@@ -126,17 +106,9 @@ def _tile(ctx: Context, item: Any, first_step: Any) -> Any:
     first_row, rows, keys, head = (
         shared.items.word(item, i) for i in (FIRST_ROW, ROWS, KEYS, HEAD)
     )
-    blocks, consumer = ctx.blocks(keys), mosaic.warpgroup_index()
-
-    def add(block: Any, step: Any, total: Any) -> Any:
-        _receive_block(ctx, keys, block, step)
-        d_scores = ctx.shared.blocks.matrix(step).at[consumer]
-        return mma.add_tile_product(total, d_scores, _keys(ctx, step))
-
-    def store(total: jax.Array) -> None:
-        _store(ctx, (first_row, head), rows, total * jnp.float32(ctx.shape.scale))
-
-    products.sum_over_blocks(ctx, blocks, first_step, add, store)
+    blocks = ctx.blocks(keys)
+    store = functools.partial(_store, ctx, (first_row, head), rows)
+    products.sum_over_blocks(ctx, blocks, first_step, keys, store)
     # All threads have read the descriptor: the warpgroup synchronised when the result was staged.
     shared.items.release(item)
     return first_step + blocks
