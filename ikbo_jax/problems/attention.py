@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import math
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, Self, cast
 
@@ -16,8 +15,6 @@ from ikbo_jax.problems.problem import (
     Config,
     Problem,
     Ranked,
-    attention_distance,
-    attention_sizes,
     sizes_from_json,
     typed,
 )
@@ -124,6 +121,7 @@ class AttentionSizes(Problem):
     """
 
     products: ClassVar[int]
+    request: ClassVar[tuple[str, ...]] = ("batch", "users", "q_len", "kv_len", "is_sorted")
 
     batch: int
     users: int
@@ -151,15 +149,6 @@ class AttentionSizes(Problem):
             f"B={p.batch} U={p.users} T={p.q_len} S={p.kv_len} N={p.q_heads} K={p.kv_heads} "
             f"H={p.head_dim} {p.dtype}"
         )
-
-    def distance(self, other: AttentionSizes) -> float:
-        """Returns infinity if H, and so the tiles, differ; see `ATTENTION_DISTANCE_WEIGHTS`."""
-        if self.head_dim != other.head_dim:
-            return math.inf
-        return attention_distance(self._sizes(), other._sizes())
-
-    def _sizes(self) -> dict[str, float]:
-        return attention_sizes(self, self.q_len, self.kv_len, self.batch * self.q_len, self.users)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, Self
 
 from ikbo_jax.problems.hopper import NUM_SMS, WARPGROUP_SIZE
-from ikbo_jax.problems.problem import Config, Problem, Ranked, by_rule, doublings, size, typed
+from ikbo_jax.problems.problem import Config, Problem, Ranked, by_rule, size, typed
 
 #: Dtypes that the kernels accept, and bytes of a number.
 ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
@@ -44,6 +44,8 @@ def vector_words(width: int, item_bytes: int) -> int:
 class RowsProblem(Problem):
     """Holds the sizes of a lookup of `width` numbers a row, or of its transpose."""
 
+    request: ClassVar[tuple[str, ...]] = ("batch", "users")
+
     batch: int
     users: int
     width: int
@@ -59,12 +61,6 @@ class RowsProblem(Problem):
     def describe(self) -> str:
         order = " sorted" if self.is_sorted else ""
         return f"B={self.batch} U={self.users} width={self.width} {self.dtype}{order}"
-
-    def distance(self, other: Any) -> float:
-        if self.is_sorted != other.is_sorted:
-            return math.inf
-        pairs = ((self.batch, other.batch), (self.users, other.users), (self.width, other.width))
-        return sum(doublings(a, b) for a, b in pairs)
 
     @property
     def vectors(self) -> int:

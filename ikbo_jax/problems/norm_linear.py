@@ -102,9 +102,6 @@ class LinearProblem(Problem):
         sizes = f"rows={self.rows} F={self.features} columns={columns} {self.dtype}"
         return f"{sizes} {self.norm} norm, {self.details}"
 
-    def distance(self, other: Any) -> float:
-        return 0.0 if self == other else float("inf")
-
     def rank(self) -> Iterator[Ranked]:
         if self.why_not_served():
             return

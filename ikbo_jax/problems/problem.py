@@ -1,4 +1,4 @@
-"""What every op's problems and configurations have, and how the sizes of two problems compare."""
+"""What every op's problems and configurations have, and how far two problems are apart."""
 
 from __future__ import annotations
 
@@ -39,11 +39,13 @@ class Problem(abc.ABC):
     Attributes:
       op: the op's name in table rows.
       config_type: class of the kernel's configurations.
+      request: fields that differ from request to request of one model.
       dtype: name of the inputs' dtype.
     """
 
     op: ClassVar[str]
     config_type: ClassVar[type[Config]]
+    request: ClassVar[tuple[str, ...]] = ()
     dtype: str
 
     @classmethod
@@ -67,12 +69,23 @@ class Problem(abc.ABC):
     def describe(self) -> str:
         """Formats the problem as one line of text."""
 
-    @abc.abstractmethod
-    def distance(self, other: Any) -> float:
-        """Measures how far a problem of the same op is, in doublings of a size, ignoring dtypes.
+    def distance(self, other: Problem) -> float:
+        """Finds the most doublings of a size of the request.
 
-        Infinite if a row for one problem says nothing about the other.
+        Infinite if anything else differs: a row for one problem says nothing about the other.
         """
+        if type(self) is not type(other):
+            return math.inf
+        away = 0.0
+        for field in dataclasses.fields(self):  # type: ignore[arg-type]
+            ours, theirs = getattr(self, field.name), getattr(other, field.name)
+            if field.name not in self.request:
+                away = away if ours == theirs else math.inf
+                continue
+            levels = (ours, theirs) if isinstance(ours, tuple) else ((ours,), (theirs,))
+            for a, b in zip(*levels, strict=False):
+                away = max(away, abs(math.log2(max(a, 1) / max(b, 1))))
+        return away
 
     @abc.abstractmethod
     def rank(self) -> Iterable[Ranked]:
@@ -99,44 +112,6 @@ def ranked(problem: Problem) -> tuple[Ranked, ...]:
 def by_rule(configs: Iterable[Config], why: str = "") -> Iterator[Ranked]:
     """Yields configurations that a rule has put into an order."""
     return (Ranked(None, config, why) for config in configs)
-
-
-#: Coefficients of the attentions' distance. Lengths of keys and queries decide the pipeline and the
-#: tiles; the number of tiles, of candidates per user and of query heads per key head only affect
-#: data movement.
-ATTENTION_DISTANCE_WEIGHTS = {
-    "kv_len": 1.0,
-    "q_len": 1.0,
-    "tiles": 0.25,
-    "ratio": 0.25,
-    "heads": 0.25,
-}
-
-
-def attention_distance(a: Mapping[str, float], b: Mapping[str, float]) -> float:
-    """Weighs |log2(size of a / size of b)| of the sizes that have a weight."""
-    return sum(
-        weight * doublings(a[name], b[name], least=1e-6)
-        for name, weight in ATTENTION_DISTANCE_WEIGHTS.items()
-    )
-
-
-def attention_sizes(
-    heads: Any, q_len: float, kv_len: float, q_rows: int, sequences: int
-) -> dict[str, float]:
-    """Collects the sizes that `attention_distance` compares."""
-    return {
-        "kv_len": kv_len,
-        "q_len": q_len,
-        "tiles": q_rows * heads.q_heads,
-        "ratio": heads.batch / max(sequences, 1),
-        "heads": heads.q_heads / heads.kv_heads,
-    }
-
-
-def doublings(a: float, b: float, least: float = 1.0) -> float:
-    """Computes |log2(a / b)|; sizes below `least` count as `least`."""
-    return abs(math.log2(max(a, least) / max(b, least)))
 
 
 # Checks of JSON values, also for table rows.
@@ -166,7 +141,7 @@ def measured(value: Any, name: str) -> float:
 
 
 def positive(value: Any, name: str) -> int:
-    """Like `size`, but rejects 0, since distances divide by the value."""
+    """Like `size`, but rejects 0, since other sizes are divided by the value."""
     checked = size(value, name)
     if not checked:
         raise ValueError(f"{name} is 0, expected at least 1")
