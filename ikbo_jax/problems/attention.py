@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Iterator, Mapping
-from typing import Any, ClassVar, Self, cast
+from typing import Any, ClassVar, cast
 
 from ikbo_jax.problems import attention_tile_cost, few_queries_cost, hopper, memory
 from ikbo_jax.problems.few_queries import FewQueriesConfig
@@ -15,8 +15,6 @@ from ikbo_jax.problems.problem import (
     Config,
     Problem,
     Ranked,
-    sizes_from_json,
-    typed,
 )
 
 #: Largest block_kv by head width (width 96 is padded to 128 in shared memory). With larger blocks
@@ -137,11 +135,6 @@ class AttentionSizes(Problem):
         """Counts two FLOPs per multiply-add of the products, all keys valid, without padding."""
         pairs = self.batch * self.q_len * self.q_heads * self.kv_len
         return 2 * self.products * pairs * self.head_dim
-
-    @classmethod
-    def from_json(cls, fields: Mapping[str, Any]) -> Self:
-        dtype = typed(fields.get("dtype"), str, "dtype")
-        return cls(**sizes_from_json(cls, fields), dtype=dtype)
 
     def describe(self) -> str:
         p = self

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
-from typing import Any, ClassVar, Self
+from typing import ClassVar
 
 from ikbo_jax.problems.problem import (
     Problem,
-    size,
-    sizes_from_json,
-    typed,
 )
 
 #: Name of the activation that the attention kernel computes.
@@ -97,26 +93,6 @@ class GdpaSizes(Problem):
             self.dtype,
         ]
         return " ".join(words)
-
-    @classmethod
-    def from_json(cls, fields: Mapping[str, Any]) -> Self:
-        def optional(name: str) -> int | None:
-            value = fields.get(name)
-            return None if value is None else size(value, name)
-
-        activations = typed(fields.get("activations"), list, "activations")
-        approx = fields.get("approx")
-        return cls(
-            **sizes_from_json(cls, fields),
-            dtype=typed(fields.get("dtype"), str, "dtype"),
-            activations=tuple(typed(name, str, "activations") for name in activations),
-            approx=None if approx is None else typed(approx, str, "approx"),
-            broadcast_q=typed(fields.get("broadcast_q"), bool, "broadcast_q"),
-            max_seqlen_q=optional("max_seqlen_q"),
-            max_seqlen_kv=optional("max_seqlen_kv"),
-            mask="",
-            has_logit_cap=False,
-        )
 
     def _mean_lengths(self) -> tuple[float, float]:
         """Returns the mean lengths of the sequences of queries and of keys."""

@@ -6,12 +6,12 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Iterator, Mapping
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 from ikbo_jax.problems import hopper, memory, packed_compression, packed_cost, resident_cost
 from ikbo_jax.problems.hopper import BLOCK_K, NUM_CONSUMERS, WGMMA_M
 from ikbo_jax.problems.packed_compression import STAGING_SLOTS, PackedCompressionConfig
-from ikbo_jax.problems.problem import Config, Problem, Ranked, by_rule, size, typed
+from ikbo_jax.problems.problem import Config, Problem, Ranked, by_rule
 from ikbo_jax.problems.resident_compression import ResidentCompressionConfig
 
 #: Most configurations of tiles that span candidates which the autotuner times.
@@ -102,15 +102,6 @@ class LinearCompressionSizes(Problem):
     def useful_flops(self) -> int:
         """Number of FLOPs, every level at its batch size, without padding and copies."""
         return sum(2 * b * k * self.m * self.n for b, k in zip(self.batches, self.ks, strict=True))
-
-    @classmethod
-    def from_json(cls, fields: Mapping[str, Any]) -> Self:
-        batches = tuple(size(b, "batches") for b in typed(fields.get("batches"), list, "batches"))
-        ks = tuple(size(k, "ks") for k in typed(fields.get("ks"), list, "ks"))
-        if not batches or len(batches) != len(ks):
-            raise ValueError(f"row has {len(batches)} batches and {len(ks)} ks")
-        dtype = typed(fields.get("dtype"), str, "dtype")
-        return cls(batches, ks, size(fields.get("m"), "m"), size(fields.get("n"), "n"), dtype)
 
     def describe(self) -> str:
         batches = ",".join(map(str, self.batches))

@@ -3,11 +3,11 @@
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterator, Mapping
-from typing import Any, ClassVar, Self
+from collections.abc import Iterator
+from typing import ClassVar
 
 from ikbo_jax.problems.hopper import NUM_SMS, WARPGROUP_SIZE
-from ikbo_jax.problems.problem import Config, Problem, Ranked, by_rule, size, typed
+from ikbo_jax.problems.problem import Config, Problem, Ranked, by_rule
 
 #: Dtypes that the kernels accept, and bytes of a number.
 ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
@@ -51,12 +51,6 @@ class RowsProblem(Problem):
     width: int
     dtype: str
     is_sorted: bool = False
-
-    @classmethod
-    def from_json(cls, fields: Mapping[str, Any]) -> Self:
-        batch, users, width = (size(fields.get(x), x) for x in ("batch", "users", "width"))
-        dtype = typed(fields.get("dtype"), str, "dtype")
-        return cls(batch, users, width, dtype, typed(fields.get("is_sorted"), bool, "is_sorted"))
 
     def describe(self) -> str:
         order = " sorted" if self.is_sorted else ""

@@ -49,11 +49,6 @@ class Problem(abc.ABC):
     dtype: str
 
     @classmethod
-    @abc.abstractmethod
-    def from_json(cls, fields: Mapping[str, Any]) -> Self:
-        """Reads a problem from a table row; raises ValueError if it is malformed."""
-
-    @classmethod
     def of(cls, other: Problem) -> Self:
         """Makes a problem with the sizes of another op's, such as a gradient's of the forward's."""
         kind: Any = cls
@@ -112,48 +107,3 @@ def ranked(problem: Problem) -> tuple[Ranked, ...]:
 def by_rule(configs: Iterable[Config], why: str = "") -> Iterator[Ranked]:
     """Yields configurations that a rule has put into an order."""
     return (Ranked(None, config, why) for config in configs)
-
-
-# Checks of JSON values, also for table rows.
-
-
-def typed(value: Any, kind: type, name: str) -> Any:
-    """Returns `value`; raises ValueError unless it is a `kind`."""
-    if not isinstance(value, kind):
-        raise ValueError(f"{name} is {value!r:.80}, expected a {kind.__name__}")
-    return value
-
-
-def size(value: Any, name: str) -> int:
-    """Returns `value`; raises ValueError unless it is an integer in [0, 2**63)."""
-    is_size = isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63
-    if not is_size:
-        raise ValueError(f"{name} holds {value!r:.80}, expected an integer of at least 0")
-    return int(value)
-
-
-def measured(value: Any, name: str) -> float:
-    """Returns `value` as a float; raises ValueError unless it is finite and at least 0."""
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not 0 <= value < 2.0**1023:
-        raise ValueError(f"{name} is {value!r:.80}, expected a finite number of at least 0")
-    return float(value)
-
-
-def positive(value: Any, name: str) -> int:
-    """Like `size`, but rejects 0, since other sizes are divided by the value."""
-    checked = size(value, name)
-    if not checked:
-        raise ValueError(f"{name} is 0, expected at least 1")
-    return checked
-
-
-def sizes_from_json(cls: type, fields: Mapping[str, Any]) -> dict[str, int]:
-    """Reads a dataclass's integers without defaults; raises ValueError if one is malformed."""
-    sizes = {
-        field.name: size(fields.get(field.name), field.name)
-        for field in dataclasses.fields(cls)
-        if field.type == "int" and field.default is dataclasses.MISSING
-    }
-    positive(fields.get("kv_heads"), "kv_heads")
-    return sizes
