@@ -243,7 +243,7 @@ def measure_point(point: Point, run: harness.Run) -> dict[str, Any]:
     inputs = ranking.inputs_of(case) if isinstance(case, Sizes) else case.inputs()
     contenders, results = [], []
     for name, library in (("before", older_library(run.options.unpacked)), ("after", ikbo_jax)):
-        _, compiled, _ = harness.compiled_of(jax.jit(group.program(library, case)), inputs)
+        compiled, _ = harness.compiled_of(jax.jit(group.program(library, case)), inputs)
         results.append(compiled(inputs))
         record = {"name": name, "stage": "", "error": 0.0, "bound": 1.0, "ok": True}
         thunk = functools.partial(compiled, inputs)

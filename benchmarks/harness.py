@@ -93,8 +93,8 @@ def why_too_large(failure: Exception) -> dict[str, str]:
 
 def compiled_of(
     fn: Any, *args: Any, options: Mapping[str, Any] | None = None
-) -> tuple[Any, Any, dict[str, Any]]:
-    """Lowers and compiles a function of `jax.jit`; returns both programs, and figures.
+) -> tuple[Any, dict[str, Any]]:
+    """Compiles a function of `jax.jit`; returns the program, and figures.
 
     The figures are seconds, and bytes of the program's scratch and of all its arrays.
     """
@@ -104,10 +104,10 @@ def compiled_of(
     compiled = lowered.compile(None if options is None else dict(options))
     seconds = {"trace_s": traced - start, "compile_s": time.monotonic() - traced}
     if (memory := compiled.memory_analysis()) is None:  # Some backends cannot tell.
-        return lowered, compiled, seconds
+        return compiled, seconds
     temp, held = int(memory.temp_size_in_bytes), int(memory.argument_size_in_bytes)
     result = int(memory.output_size_in_bytes) - int(memory.alias_size_in_bytes)
-    return lowered, compiled, seconds | {"temp_bytes": temp, "total_bytes": temp + held + result}
+    return compiled, seconds | {"temp_bytes": temp, "total_bytes": temp + held + result}
 
 
 def compile_and_check(
@@ -126,7 +126,7 @@ def compile_and_check(
     record: dict[str, Any] = {"name": name, "stage": stage}
     try:
         fn, args = prepare()
-        _, compiled, figures = compiled_of(jax.jit(fn), *args, options=options)
+        compiled, figures = compiled_of(jax.jit(fn), *args, options=options)
         check = compare(compiled(*args))
     except Exception as failure:
         return Contender(record | why_not(failure))

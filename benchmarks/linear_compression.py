@@ -104,8 +104,7 @@ def gradient_points(sweep: str) -> Iterator[Point]:
     rng = np.random.default_rng(4)
     for _ in range(NUM_DRAWN if sweep == "drawn" else 0):
         s = draw("linear_compression", rng)
-        drawn = (s.users, s.batch), (s.k_user, s.k_cand), s.m, s.n, s.dtype
-        case = backward.Case(LinearCompressionBackwardProblem(*drawn), s.index)
+        case = backward.Case(LinearCompressionBackwardProblem.of(s.problem), s.index)
         yield Point(sweep, s.label, case, "backward")
 
 

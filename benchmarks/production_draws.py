@@ -15,6 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from ikbo_jax.cases.attention import Inputs
+from ikbo_jax.cases.linear_compression import Case
+from ikbo_jax.problems import LinearCompressionProblem
 
 Generator = np.random.Generator
 
@@ -131,38 +133,22 @@ class AttentionShape:
         )
 
 
-@dataclasses.dataclass(frozen=True)
-class CompressionShape:
+class CompressionShape(Case):
     """Linear compression of candidates' and users' embeddings."""
 
-    batch: int
-    users: int
-    m: int
-    n: int
-    k_cand: int
-    k_user: int
-    dtype: str
-    index: str
-
     @property
-    def cand_to_user(self) -> np.ndarray:
-        return _user_index(self.batch, self.users, self.index)
-
-    @property
-    def flops(self) -> float:
-        return 2.0 * self.m * self.n * (self.batch * self.k_cand + self.users * self.k_user)
+    def flops(self) -> int:
+        return self.useful_flops
 
     @property
     def num_bytes(self) -> int:
-        rows = self.batch * (self.k_cand + self.m) + self.users * self.k_user
-        return 2 * (self.n * rows + self.m * (self.k_cand + self.k_user))
+        p = self.problem
+        rows = p.batches[-1] * p.m + sum(b * k for b, k in zip(p.batches, p.ks, strict=True))
+        return 2 * (p.n * rows + p.m * sum(p.ks))
 
     @property
     def label(self) -> str:
-        return (
-            f"B={self.batch} U={self.users} M={self.m} N={self.n} "
-            f"K={self.k_cand}+{self.k_user} {self.dtype} {self.index}"
-        )
+        return f"{self.problem.describe()} {self.index}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -264,7 +250,8 @@ def compression_shape(rng: Generator) -> CompressionShape:
     n = _choice(rng, {16: 0.1, 32: 0.15, 64: 0.25, 96: 0.1, 128: 0.2, 256: 0.15, 512: 0.05})
     k_cand, k_user = (_log_uniform(rng, 16, 2048) for _ in range(2))
     dtype, index = _choice(rng, DTYPES), _choice(rng, {"ragged": 0.85, "unsorted": 0.15})
-    return CompressionShape(batch, users, m, n, k_cand, k_user, dtype, index)
+    problem = LinearCompressionProblem((users, batch), (k_user, k_cand), m, n, dtype)
+    return CompressionShape(problem, index)
 
 
 def gdpa_shape(rng: Generator) -> GdpaShape:
@@ -318,9 +305,17 @@ def shapes(op: str, number: int, seed: int = 0) -> list[Shape]:
 
 def shrink(shape: Any) -> Any:
     """Makes the workload's sizes small enough for a CPU."""
-    most = {"batch": 24, "users": 6, "q_len": 3, "kv_len": 40, "head_dim": 16, "longest": 20}
-    most |= {"n": 8, "m": 9, "k_cand": 10, "k_user": 11}
+    most: dict[str, Any] = {"batch": 24, "users": 6, "q_len": 3, "kv_len": 40, "head_dim": 16}
+    most |= {"longest": 20, "n": 8, "m": 9, "batches": (6, 24), "ks": (11, 10)}
+    if isinstance(shape, CompressionShape):
+        return dataclasses.replace(shape, problem=shrink(shape.problem))
     if isinstance(shape, GdpaShape):
         most |= {"batch": 3, "heads": 1}
-    fields = {name: min(value, most[name]) for name, value in vars(shape).items() if name in most}
+    fields = {
+        name: _least(value, most[name]) for name, value in vars(shape).items() if name in most
+    }
     return dataclasses.replace(shape, **fields)
+
+
+def _least(value: Any, most: Any) -> Any:
+    return tuple(map(min, value, most)) if isinstance(value, tuple) else min(value, most)

@@ -246,25 +246,15 @@ def _attention(shape: AttentionShape, is_drawn: bool) -> Iterator[Callable[[], C
 
 
 def _linear_compression(shape: CompressionShape) -> Iterator[Callable[[], Contender]]:
-    s = shape
-    index = s.cand_to_user
-    integers = (jnp.asarray(index),)
-    scale = jnp.asarray((s.k_cand + s.k_user) ** -0.5, jnp.dtype(s.dtype))
-    weights = tuple(
-        normal(number, (s.m, k), s.dtype) * scale for number, k in ((0, s.k_cand), (1, s.k_user))
-    )
-    embeddings = tuple(
-        normal(number, (batch, k, s.n), s.dtype)
-        for number, batch, k in ((2, s.batch, s.k_cand), (3, s.users, s.k_user))
-    )
-    args = (*weights, *embeddings)
+    *arrays, index = shape.inputs().arguments
+    args, integers, p = tuple(arrays), (index,), shape.problem
 
     def op(implementation: str | None) -> Callable[..., jax.Array]:
         return functools.partial(ikbo_jax.linear_compression, implementation=implementation)
 
     # XLA adds users' gradients of these programs in bfloat16.
     plain_xla = functools.partial(
-        Contender, is_xla=True, gradient_tolerance=_added_tolerance(index)
+        Contender, is_xla=True, gradient_tolerance=_added_tolerance(np.asarray(index))
     )
 
     def by_hand(*arrays: jax.Array) -> jax.Array:
@@ -279,7 +269,7 @@ def _linear_compression(shape: CompressionShape) -> Iterator[Callable[[], Conten
         def cut(gradients: Results) -> Results:
             return tuple(g[:, : x.shape[1]] for g, x in zip(gradients, args, strict=True))
 
-        if not (s.k_cand % ALIGNMENT or s.k_user % ALIGNMENT):
+        if not any(k % ALIGNMENT for k in p.ks):
             raise NotImplementedError(
                 f"K is a multiple of {ALIGNMENT}, so this is the same program as xla-by-hand"
             )
@@ -288,7 +278,7 @@ def _linear_compression(shape: CompressionShape) -> Iterator[Callable[[], Conten
         return plain_xla("xla-padded", stage, by_hand, padded_args, integers, finish_gradients=cut)
 
     def copies() -> Contender:
-        _limit(s.batch * (s.k_cand + s.k_user) * s.n * 2, "copies of")
+        _limit(p.batches[-1] * sum(p.ks) * p.n * 2, "copies of")
 
         def run(*arrays: jax.Array) -> jax.Array:
             w_cand, w_user, e_cand, e_user, parents = arrays

@@ -153,7 +153,7 @@ def measure_point(point: Point, run: harness.Run) -> dict[str, Any]:
         wide = *case.widened(part[:2]), part[2]
         untuned = error_rule.UNTUNED if jax.default_backend() == "gpu" else None
         with jax.default_matmul_precision("highest"):
-            _, compiled, _ = harness.compiled_of(jax.jit(of(scores)), *wide, options=untuned)
+            compiled, _ = harness.compiled_of(jax.jit(of(scores)), *wide, options=untuned)
         exact = _on_host(compiled(*wide))
     results: dict[str, list[np.ndarray]] = {}
     faults: dict[str, list[str]] = {}

@@ -1,4 +1,4 @@
-"""The reference matmul, ceilings of the device, profiles, and results files.
+"""The reference matmul, ceilings of the device, and results files.
 
 A GPU throttles by power, so every figure is sustained: the median over several windows of launches
 back to back, with all providers interleaved in one process. Every point also times an 8192^3 bf16
@@ -6,25 +6,22 @@ matmul. A provider's *fraction* is its useful FLOP/s divided by the FLOP/s of th
 fractions.
 """
 
-import collections
 import datetime
 import functools
 import json
 import os
 import pathlib
 import platform
-import re
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from operator import itemgetter
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from ikbo_jax._timing import device_time, interleaved_ms
+from ikbo_jax._timing import interleaved_ms
 
 SCHEMA = 1
 MATMUL_SIZE = 8192
@@ -133,54 +130,3 @@ def _dumps(value: Any, indent: int = 0) -> str:
     else:
         items = [_dumps(item, indent + 2) for item in value]
     return f"{flat[0]}\n{inner}" + f",\n{inner}".join(items) + f"\n{' ' * indent}{flat[-1]}"
-
-
-# Profiles: which kernels a step spends its time in, by JAX's profiler. The metadata of the
-# operation that launched a kernel hold the `jax.named_scope` under which it was traced.
-
-#: With these compiler options, the profile names the operation of every kernel.
-WITHOUT_GRAPHS = {"xla_gpu_enable_command_buffer": ""}
-#: Steps in a profile, and lines of kernels that are printed.
-STEPS, LINES = 4, 30
-#: The named scopes by which time is summed, see `models.ranking` and `training_networks`.
-PARTS = (
-    *("embedding", "self_attention", "pooling", "attention", "feed_forward", "compression"),
-    *("interaction", "head", "pma", "pffn", "update"),
-)
-_OPERATION = re.compile(
-    r"^\s*(?:ROOT )?%?(?P<name>[\w.-]+) = .*?op_name=\"(?P<scope>[^\"]*)\"", re.M
-)
-
-
-def profile(name: str, step: Callable[[], Any], compiled: Any) -> dict[str, float]:
-    """Profiles a few steps of a program compiled `WITHOUT_GRAPHS`; see `summed`."""
-    program = compiled.as_text() or ""
-    scopes = {match["name"]: match["scope"] for match in _OPERATION.finditer(program)}
-    return summed(name, device_time.record(step, STEPS), scopes)
-
-
-def summed(
-    name: str, events: Sequence[device_time.Event], scopes: Mapping[str, str]
-) -> dict[str, float]:
-    """Prints a step's time, a line for each kernel; returns milliseconds of each part's kernels."""
-    times: dict[tuple[str, str], float] = collections.defaultdict(float)
-    counts: collections.Counter[tuple[str, str]] = collections.Counter()
-    parts: dict[str, float] = collections.defaultdict(float)
-    scale = 1e-6 / STEPS
-    for event in events:
-        scope = scopes.get(event.operation, event.operation)
-        ms = (event.end_ns - event.begin_ns) * scale
-        times[event.name, scope] += ms
-        counts[event.name, scope] += 1
-        found = re.findall(rf"(?<![\w])(?:{'|'.join(PARTS)})(?![\w])", scope)
-        part = found[-1] if found else "other"
-        parts[part + (" backward" if "transpose(" in scope else "")] += ms
-    wall = max((e.end_ns for e in events), default=0) - min((e.begin_ns for e in events), default=0)
-    by_part = dict(sorted(parts.items(), key=itemgetter(1), reverse=True))
-    words = ", ".join(f"{part} {ms:.3f}" for part, ms in by_part.items())
-    busy_ms, kernels = device_time.busy_ns(events) * scale, len(events) / STEPS
-    print(f"{name}:\n  busy {busy_ms:.3f} of {wall * scale:.3f} ms, {kernels:.0f} kernels; {words}")
-    for (kernel, scope), ms in sorted(times.items(), key=itemgetter(1), reverse=True)[:LINES]:
-        count = counts[kernel, scope] / STEPS
-        print(f"  {ms:8.4f} ms {count:5.1f}x {kernel[:60]:60s} {scope[-70:]}")
-    return by_part

@@ -6,10 +6,8 @@ A step computes the loss, the gradients of all parameters and an update by Adam,
 buffers; parameters are float32 and rounded to bfloat16 in every step. The versions of the ranking
 network are the versions that `benchmarks.ranking` compares. The first step of every version is
 checked: the loss against a float32 oracle, the norm of the gradient against the first version's.
-`--profile NAME` prints the time of each kernel in a version's step.
 """
 
-import argparse
 import concurrent.futures
 import dataclasses
 import functools
@@ -20,7 +18,7 @@ from typing import Any
 
 import jax
 
-from benchmarks import harness, ranking, timing
+from benchmarks import harness, ranking
 from benchmarks import training_networks as networks
 from benchmarks.harness import Benchmark, Point
 from benchmarks.ranking import Version
@@ -85,8 +83,8 @@ def shrink(point: Point) -> Point:
     return dataclasses.replace(point, case=small)
 
 
-def _compile(version: Version, sizes: Any, task: networks.Task) -> tuple[harness.Contender, Any]:
-    """Compiles a version's step, or records why not; also returns the lowered program."""
+def _compile(version: Version, sizes: Any, task: networks.Task) -> harness.Contender:
+    """Compiles a version's step, or records why not."""
     record: dict[str, Any] = {"name": version.name, "stage": version.stage}
     try:
         step = networks.step_of(version.make(sizes), sizes.dtype)
@@ -94,12 +92,12 @@ def _compile(version: Version, sizes: Any, task: networks.Task) -> tuple[harness
         step = jax.jit(step, donate_argnums=0)
         # The gradient of attention in `jax.nn`, and optax' count of steps, mix dtypes.
         with jax.numpy_dtype_promotion("standard"):
-            lowered, compiled, figures = harness.compiled_of(step, *args)
+            compiled, figures = harness.compiled_of(step, *args)
     except Exception as error:
-        return harness.Contender(record | harness.why_too_large(error)), None
+        return harness.Contender(record | harness.why_too_large(error))
     if "total_bytes" in figures:
         figures["peak_bytes"] = figures.pop("total_bytes")
-    return harness.Contender(record | figures, compiled=compiled), lowered
+    return harness.Contender(record | figures, compiled=compiled)
 
 
 def _run_first(contender: harness.Contender, task: networks.Task) -> None:
@@ -139,40 +137,25 @@ def _check(versions: Sequence[Version], found: Sequence[Any], expected: float) -
         record |= {"error": error, "bound": 1.0, "ok": bool(error <= 1.0)}
 
 
-def _profile(name: str, lowered: Any, task: networks.Task) -> dict[str, float]:
-    is_on_gpu = jax.default_backend() == "gpu"
-    compiled = lowered.compile(timing.WITHOUT_GRAPHS if is_on_gpu else None)
-    contender = harness.Contender({}, compiled=compiled)
-    _run_first(contender, task)
-    return timing.profile(name, contender.thunk, compiled)
-
-
 def measure_point(
     point: Point,
     versions: Sequence[Version],
     protocol: harness.Protocol,
-    profiled: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Checks the first step of every version, and times further ones interleaved."""
     task = networks.task_of(point.case)
     compile_one = functools.partial(_compile, sizes=point.case, task=task)
     with concurrent.futures.ThreadPoolExecutor() as pool:
-        found = list(pool.map(compile_one, versions))
-    contenders = [contender for contender, _ in found]
+        contenders = list(pool.map(compile_one, versions))
     for contender in contenders:
         if contender.compiled is not None:
             _run_first(contender, task)
     _check(versions, contenders, task.expected)
     measured = harness.measure(contenders, protocol)
     samples = point.case.batch if point.sweep == "gdpa" else point.case.candidates
-    for contender, lowered in found:
-        record = contender.record
-        if "median_ms" not in record:
-            continue
-        record["samples_per_s"] = samples * 1e3 / record["median_ms"]
-        if record["name"] in profiled:
-            name = f"{point.name}, {record['name']}"
-            record["ms_by_part"] = _profile(name, lowered, task)
+    for contender in contenders:
+        if (ms := contender.record.get("median_ms")) is not None:
+            contender.record["samples_per_s"] = samples * 1e3 / ms
     return {"samples": samples, "expected_loss": task.expected, **measured}
 
 
@@ -206,13 +189,7 @@ def _measure(point: Point, run: harness.Run) -> dict[str, Any]:
         for version in (OF_GDPA if point.sweep == "gdpa" else OF_RANKING)
         if point.sweep == "default" or version.name != ranking.TUNED.name
     ]
-    return measure_point(point, chosen, run.protocol, run.options.profile)
-
-
-def _add_options(parser: argparse.ArgumentParser) -> None:
-    names = [version.name for version in (*OF_RANKING, *OF_GDPA)]
-    about: Any = {"metavar": "NAME", "help": "versions to profile; prints the time of each kernel"}
-    parser.add_argument("--profile", nargs="+", choices=names, default=(), **about)
+    return measure_point(point, chosen, run.protocol)
 
 
 BENCHMARK = Benchmark(
@@ -223,7 +200,6 @@ BENCHMARK = Benchmark(
     _measure,
     bars,
     describe_all,
-    add_options=_add_options,
     times_matmul=False,
 )
 

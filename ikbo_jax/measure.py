@@ -103,7 +103,7 @@ def _not_tuned(problem: Any) -> str | None:
     """Says why a problem is not tuned; None if it is to be tuned."""
     if problem.op not in PROBLEMS:
         return "this op has no tuner"
-    if table.distance(_in_rows(problem), problem):
+    if _in_rows(problem).distance(problem):
         return "calls with a mask, ranges, a cap or pages have no measured rows"
     choice = table.lookup(problem, device=dispatch.default_device().device_kind)
     if choice.source == "none":

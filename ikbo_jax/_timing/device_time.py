@@ -3,7 +3,6 @@
 import pathlib
 import statistics
 import tempfile
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -16,15 +15,11 @@ SHORT_MS = 0.3
 
 
 class Event(NamedTuple):
-    """A kernel, a "Memset" or a "Memcpy" with its kind, with its times by the device's clock.
-
-    `operation`: the operation of XLA's program that launched it.
-    """
+    """A kernel, a "Memset" or a "Memcpy" with its kind, with its times by the device's clock."""
 
     begin_ns: float
     end_ns: float
     name: str
-    operation: str
 
     @property
     def is_kernel(self) -> bool:
@@ -67,23 +62,14 @@ def _options() -> jax.profiler.ProfileOptions:
 
 def events_of(profile: Any) -> list[Event]:
     """Returns the first GPU's events of a `jax.profiler.ProfileData`, in the order of time."""
-    with warnings.catch_warnings():
-        # The type of `stats` has no module: Python warns, and where the warning is an error, the
-        # process ends (jaxlib 0.11.2).
-        warnings.simplefilter("ignore", DeprecationWarning)
-        return sorted(
-            Event(
-                event.start_ns,
-                event.start_ns + event.duration_ns,
-                event.name,
-                str(dict(event.stats).get("hlo_op", "")),
-            )
-            for plane in profile.planes
-            if plane.name.startswith("/device:GPU:0")
-            for line in plane.lines
-            if line.name.startswith("Stream")
-            for event in line.events
-        )
+    return sorted(
+        Event(event.start_ns, event.start_ns + event.duration_ns, event.name)
+        for plane in profile.planes
+        if plane.name.startswith("/device:GPU:0")
+        for line in plane.lines
+        if line.name.startswith("Stream")
+        for event in line.events
+    )
 
 
 def busy_ns(events: Sequence[Event]) -> float:

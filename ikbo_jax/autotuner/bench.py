@@ -76,8 +76,9 @@ class Task:
     @classmethod
     def from_json(cls, text: str) -> Task:
         fields = json.loads(text)
+        op = fields.pop("op")
         return cls(
-            table_rows.problem_type_of(op := fields.pop("op")).from_json(fields.pop("problem")),
+            table_rows.problem_from_json(fields.pop("problem"), op),
             tuple(table_rows.config_from_json(x, op) for x in fields.pop("contenders")),
             **fields,
         )

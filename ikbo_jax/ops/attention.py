@@ -19,7 +19,7 @@ from ikbo_jax.ops import (
     reverse_only,
 )
 from ikbo_jax.ops.attention_vmap import LSE, QUERY, SPLIT, Arrays
-from ikbo_jax.ops.op import Call, Named, Op
+from ikbo_jax.ops.op import Call, Named, Op, Pulled
 from ikbo_jax.ops.partition import Rule, dimensions
 from ikbo_jax.ops.sharded import aligned, is_typed, run_kernel, zeros
 from ikbo_jax.problems import AttentionConfig, AttentionProblem, FewQueriesConfig
@@ -345,15 +345,8 @@ class _Attention(Op[_Call, Arrays, _Results]):
             SPLIT,
         )
 
-    def vjp(
-        self,
-        call: _Call,
-        plan: dispatch.Plan,
-        arrays: Arrays,
-        residuals: Any,
-        cotangents: _Results,
-        dtype: Any,
-    ) -> Arrays:
+    def vjp(self, call: _Call, plan: dispatch.Plan, of: Pulled[Arrays, _Results]) -> Arrays:
+        arrays, residuals, cotangents, dtype = of
         if arrays.page_table is not None:
             gradients = attention_backward.of_pages(
                 arrays, *cotangents, dtype=dtype, **call.of_scores

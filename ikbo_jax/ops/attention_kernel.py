@@ -18,7 +18,7 @@ def run(call: Any, plan: dispatch.Plan, arrays: Arrays) -> tuple[jax.Array, jax.
     # Imported here because Mosaic GPU takes 0.3 s to import.
     from ikbo_jax.pallas.few_queries import kernel as few_queries
     from ikbo_jax.pallas.flash import attention as kernel
-    from ikbo_jax.pallas.worklist import counted_order, pack
+    from ikbo_jax.pallas.worklist import counted_order
 
     has_few_queries = isinstance(plan.config, FewQueriesConfig)
     order, targets, lists = None, None, False
@@ -31,9 +31,9 @@ def run(call: Any, plan: dispatch.Plan, arrays: Arrays) -> tuple[jax.Array, jax.
         # the order of users, and the results are stored in the caller's order; keys and values stay
         # in place.
         if not lists and (has_few_queries or query.shape[1] % WGMMA_M):
-            query, index, targets, _ = pack.pack(query, index, users)
+            query, index, targets, _ = counted_order.ordered(query, index, users)
         elif not lists:
-            order = counted_order.by_user(index, users)
+            order = counted_order.ordered(None, index, users).order
     launch: Any = functools.partial(
         few_queries.few_queries_kernel, key_value_ranges=ranges, lists=lists
     )

@@ -3,14 +3,13 @@
 import dataclasses
 import functools
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from ikbo_jax.ops import arguments, dispatch
 from ikbo_jax.ops.norm_linear import LinearCall, LinearOp, check_norm, check_vector, rounded
-from ikbo_jax.ops.op import Named, Part
+from ikbo_jax.ops.op import Named, Part, Pulled
 from ikbo_jax.ops.partition import Division
 from ikbo_jax.ops.sharded import run_kernel
 from ikbo_jax.problems.gated_linear import NO_NORM, GatedLinearProblem
@@ -215,18 +214,12 @@ class _GatedLinear(LinearOp[_Call, GatedLinear, jax.Array]):
         return part._replace(arrays=arrays._replace(seed=seed))
 
     def vjp(
-        self,
-        call: _Call,
-        plan: dispatch.Plan,
-        arrays: GatedLinear,
-        residuals: None,
-        cotangents: jax.Array,
-        dtype: Any,
+        self, call: _Call, plan: dispatch.Plan, of: Pulled[GatedLinear, jax.Array]
     ) -> GatedLinear:
         gradients = reference.gated_linear_vjp(
-            call.gate, arrays, cotangents, call.cotangent_dtype(arrays.a)
+            call.gate, of.arrays, of.cotangents, call.cotangent_dtype(of.arrays.a)
         )
-        return rounded(gradients, arrays._replace(seed=None), dtype)
+        return rounded(gradients, of.arrays._replace(seed=None), of.dtype)
 
 
 _OP = _GatedLinear()

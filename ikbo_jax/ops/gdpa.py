@@ -17,7 +17,7 @@ from ikbo_jax.ops import (
     gdpa_vmap,
     reverse_only,
 )
-from ikbo_jax.ops.op import Call, Gradient, Named, Op, Part
+from ikbo_jax.ops.op import Call, Gradient, Named, Op, Part, Pulled
 from ikbo_jax.ops.partition import Division
 from ikbo_jax.ops.sharded import run_kernel, zeros
 from ikbo_jax.ops.stacking import concatenate, unstack
@@ -387,23 +387,15 @@ class _Gdpa(Op[_Call, Arrays, _Results]):
         out, lse = results
         return None if lse is None else out, lse
 
-    def vjp(
-        self,
-        call: _Call,
-        plan: dispatch.Plan,
-        arrays: Arrays,
-        residuals: Any,
-        cotangents: _Results,
-        dtype: Any,
-    ) -> Arrays:
+    def vjp(self, call: _Call, plan: dispatch.Plan, of: Pulled[Arrays, _Results]) -> Arrays:
         # The cotangent of lse is zero, since only the gradient uses lse.
-        (out, lse), (d_out, _) = residuals, cotangents
+        (out, lse), (d_out, _) = of.residuals, of.cotangents
         call = dataclasses.replace(
             call,
             gradient_tuning=plan.backward_config,
-            gradient_dtype=dtype and jnp.dtype(dtype).name,
+            gradient_dtype=of.dtype and jnp.dtype(of.dtype).name,
         )
-        gradients = _GRADIENT.differentiable(call, _Residuals(arrays, out, lse, d_out))
+        gradients = _GRADIENT.differentiable(call, _Residuals(of.arrays, out, lse, d_out))
         return Arrays(*gradients, *_NO_GRADIENTS)
 
 

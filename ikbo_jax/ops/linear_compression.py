@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,14 +12,13 @@ from ikbo_jax.ops import arguments, dispatch
 from ikbo_jax.ops.linear_compression_backward import (
     GRADIENT,
     Arrays,
-    Gradients,
     Settings,
     choose,
     decomposed_vjp,
     fold,
     problem_of,
 )
-from ikbo_jax.ops.op import Call, Named, Op, Part
+from ikbo_jax.ops.op import Call, Named, Op, Part, Pulled
 from ikbo_jax.ops.padded_weight import PaddedWeight, pad_columns
 from ikbo_jax.ops.partition import Division
 from ikbo_jax.ops.sharded import run_kernel
@@ -301,33 +300,19 @@ class _LinearCompression(Op[_Call, Arrays, jax.Array]):
     def part(self, call: _Call, arrays: Arrays, division: Division) -> _Part:
         return Part(dataclasses.replace(call, is_m_divided=bool(division.axes_of("m"))), arrays)
 
-    def vjp(
-        self,
-        call: _Call,
-        plan: dispatch.Plan,
-        arrays: Arrays,
-        residuals: None,
-        cotangents: jax.Array,
-        dtype: Any,
-    ) -> Arrays:
-        columns = [weight.shape[1] for weight in arrays.weights]
-        weights, embeddings = self._gradients(
-            call, plan, _without_padding(arrays), cotangents, dtype
-        )
-        padded = tuple(pad_columns(w, n) for w, n in zip(weights, columns, strict=True))
-        return Arrays(padded, embeddings, (None,) * len(arrays.parents))
-
-    def _gradients(
-        self, call: _Call, plan: dispatch.Plan, arrays: Arrays, cotangents: jax.Array, dtype: Any
-    ) -> Gradients:
-        """Computes gradients of the weights, which have no padding here, and of the embeddings."""
+    def vjp(self, call: _Call, plan: dispatch.Plan, of: Pulled[Arrays, jax.Array]) -> Arrays:
+        arrays = _without_padding(of.arrays)
         if plan.backward_config is not None:
-            name = dtype and jnp.dtype(dtype).name
+            name = of.dtype and jnp.dtype(of.dtype).name
             # A candidate is on one device, unless every device has a part of M.
             dtypes = (name, name, name if call.is_m_divided else None)
             settings = Settings(call.request, dtypes, plan.backward_config)
-            return GRADIENT.differentiable(settings, (arrays, cotangents))
-        return decomposed_vjp(call.request, *arrays, cotangents, dtype)
+            weights, embeddings = GRADIENT.differentiable(settings, (arrays, of.cotangents))
+        else:
+            weights, embeddings = decomposed_vjp(call.request, *arrays, of.cotangents, of.dtype)
+        pairs = zip(weights, of.arrays.weights, strict=True)
+        padded = tuple(pad_columns(w, like.shape[1]) for w, like in pairs)
+        return Arrays(padded, embeddings, (None,) * len(arrays.parents))
 
 
 def _without_padding(arrays: Arrays) -> Arrays:

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from ikbo_jax.ops import arguments, dispatch
-from ikbo_jax.ops.op import Call, Gradient, Named, Op, Part, gradient_config
+from ikbo_jax.ops.op import Call, Gradient, Named, Op, Part, Pulled, gradient_config
 from ikbo_jax.ops.partition import Division, dimensions
 from ikbo_jax.ops.sharded import run_kernel, zeros
 from ikbo_jax.ops.stacking import stack, unstack
@@ -285,12 +285,10 @@ class _Rows(Op[_Call, RowArrays, jax.Array]):
             user, candidate = candidate, user
         return Named(RowArrays(user, "b"), candidate, split)
 
-    def vjp(
-        self, call: _Call, plan: Any, arrays: Any, residuals: None, cotangents: Any, dtype: Any
-    ) -> RowArrays:
-        name = jnp.dtype(dtype or cotangents.dtype).name
+    def vjp(self, call: _Call, plan: dispatch.Plan, of: Pulled[RowArrays, jax.Array]) -> RowArrays:
+        name = jnp.dtype(of.dtype or of.cotangents.dtype).name
         call = dataclasses.replace(call, config=plan.backward_config, dtype=name)
-        operands = RowArrays(cotangents, arrays.cand_to_user)
+        operands = RowArrays(of.cotangents, of.arrays.cand_to_user)
         return RowArrays(self.way.other.differentiable(call, operands), None)
 
 

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from ikbo_jax.ops import arguments, dispatch, reverse_only
-from ikbo_jax.ops.op import Call, Named, Op, Part
+from ikbo_jax.ops.op import Call, Named, Op, Part, Pulled
 from ikbo_jax.ops.partition import Division
 from ikbo_jax.ops.sharded import run_kernel, zeros
 from ikbo_jax.problems.norm_linear import NormLinearProblem
@@ -274,23 +274,12 @@ class _NormLinear(LinearOp[_Call, NormLinear, Projected]):
         return Named(names, results, {"r": "rows"} | ({"n": "columns"} if is_even else {}))
 
     def vjp(
-        self,
-        call: _Call,
-        plan: dispatch.Plan,
-        arrays: NormLinear,
-        residuals: Projected,
-        cotangents: Projected,
-        dtype: Any,
+        self, call: _Call, plan: dispatch.Plan, of: Pulled[NormLinear, Projected]
     ) -> NormLinear:
         gradients = reference.norm_linear_vjp(
-            call.norm,
-            call.activations,
-            arrays,
-            residuals,
-            cotangents,
-            call.cotangent_dtype(arrays.x),
+            call.norm, call.activations, *of[:3], call.cotangent_dtype(of.arrays.x)
         )
-        return rounded(gradients, arrays, dtype)
+        return rounded(gradients, of.arrays, of.dtype)
 
 
 def rounded[A](gradients: A, arrays: A, dtype: Any) -> A:

@@ -48,6 +48,22 @@ class Part[C: Call, A, R](NamedTuple):
     mask: Callable[[R], R] = lambda results: results
 
 
+class Pulled[A, R](NamedTuple):
+    """What a gradient is computed from.
+
+    Attributes:
+      arrays: those of the call.
+      residuals: what `Op.residuals` made of the results.
+      cotangents: a tree like the visible results.
+      dtype: of gradients that are still to be summed over devices; None: the arrays'.
+    """
+
+    arrays: A
+    residuals: Any
+    cotangents: R
+    dtype: Any = None
+
+
 class Named(NamedTuple):
     """Names of the dimensions of an op's arrays and results, see `partition.dimensions`.
 
@@ -115,15 +131,8 @@ class Op[C: Call, A, R](abc.ABC):
         """Names the dimensions of the arrays and of the results of `run`."""
 
     @abc.abstractmethod
-    def vjp(
-        self, call: C, plan: dispatch.Plan, arrays: A, residuals: Any, cotangents: R, dtype: Any
-    ) -> A:
-        """Computes gradients of `arrays`, as a tree like it; None for integer arrays.
-
-        `residuals` are what `residuals` made of the results, and `cotangents` a tree like the
-        visible results. `dtype` is the dtype of gradients that are still to be summed over devices;
-        None: the arrays'.
-        """
+    def vjp(self, call: C, plan: dispatch.Plan, of: Pulled[A, R]) -> A:
+        """Computes gradients of the arrays, as a tree like them; None for integer arrays."""
 
     def plan(self, call: C, arrays: A) -> dispatch.Plan:
         """Decides how a call runs; raises NotImplementedError if it cannot run as requested."""
@@ -303,14 +312,13 @@ class Op[C: Call, A, R](abc.ABC):
         def local(parts: Any, division: Division | None) -> Any:
             arrays, residuals, cotangents = parts
             if division is None:
-                return self.vjp(call, plan, arrays, residuals, cotangents, None)
+                return self.vjp(call, plan, Pulled(*parts))
             part = self.part(call, arrays, division)
             kept = part._replace(call=self.for_gradient(part.call))
             part_plan = self._plan_of_part(plan, kept, division)
             # Partial sums stay in f32, so that each gradient is rounded once.
-            gradients = self.vjp(
-                part.call, part_plan, part.arrays, residuals, part.mask(cotangents), jnp.float32
-            )
+            of = Pulled(part.arrays, residuals, part.mask(cotangents), jnp.float32)
+            gradients = self.vjp(part.call, part_plan, of)
             floats = [x for x in jax.tree.leaves(arrays) if jnp.issubdtype(x.dtype, jnp.floating)]
             leaves = zip(
                 jax.tree.leaves(gradients), jax.tree.leaves(gradient_names), floats, strict=True

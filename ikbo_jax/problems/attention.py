@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import math
 from collections.abc import Iterator, Mapping
-from typing import Any, ClassVar, Self, cast
+from typing import Any, ClassVar, cast
 
 from ikbo_jax.problems import attention_tile_cost, few_queries_cost, hopper, memory
 from ikbo_jax.problems.few_queries import FewQueriesConfig
@@ -16,10 +15,6 @@ from ikbo_jax.problems.problem import (
     Config,
     Problem,
     Ranked,
-    attention_distance,
-    attention_sizes,
-    sizes_from_json,
-    typed,
 )
 
 #: Largest block_kv by head width (width 96 is padded to 128 in shared memory). With larger blocks
@@ -124,6 +119,7 @@ class AttentionSizes(Problem):
     """
 
     products: ClassVar[int]
+    request: ClassVar[tuple[str, ...]] = ("batch", "users", "q_len", "kv_len", "is_sorted")
 
     batch: int
     users: int
@@ -140,26 +136,12 @@ class AttentionSizes(Problem):
         pairs = self.batch * self.q_len * self.q_heads * self.kv_len
         return 2 * self.products * pairs * self.head_dim
 
-    @classmethod
-    def from_json(cls, fields: Mapping[str, Any]) -> Self:
-        dtype = typed(fields.get("dtype"), str, "dtype")
-        return cls(**sizes_from_json(cls, fields), dtype=dtype)
-
     def describe(self) -> str:
         p = self
         return (
             f"B={p.batch} U={p.users} T={p.q_len} S={p.kv_len} N={p.q_heads} K={p.kv_heads} "
             f"H={p.head_dim} {p.dtype}"
         )
-
-    def distance(self, other: AttentionSizes) -> float:
-        """Returns infinity if H, and so the tiles, differ; see `ATTENTION_DISTANCE_WEIGHTS`."""
-        if self.head_dim != other.head_dim:
-            return math.inf
-        return attention_distance(self._sizes(), other._sizes())
-
-    def _sizes(self) -> dict[str, float]:
-        return attention_sizes(self, self.q_len, self.kv_len, self.batch * self.q_len, self.users)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -77,8 +77,6 @@ class AttentionBackwardConfig(Config):
       kv_stages: stages of that launch's ring of key blocks.
       splits: parts that a user's queries are cut into, where users are too few to occupy the
         device. The parts' gradients of keys and values are f32, and are added later.
-      tall: whether a tile of a launch that multiplies stored gradients has 256 query rows (or
-        keys), not 128. Keys (or queries) are read half as often.
     """
 
     block_q: int = 64
@@ -88,7 +86,6 @@ class AttentionBackwardConfig(Config):
     block_kv: int = 64
     kv_stages: int = 3
     splits: int = 1
-    tall: bool = False
 
     @property
     def has_d_query(self) -> bool:
@@ -106,16 +103,9 @@ class AttentionBackwardConfig(Config):
         return self.has_d_query or self.splits > 1
 
     @property
-    def query_tiles(self) -> int:
-        """Number of a consumer's tiles of 64 rows where it multiplies stored gradients."""
-        return 2 if self.tall else 1
-
-    @property
     def tile_rows(self) -> int | None:
         """Number of rows of a tile of the launch of d_query alone; None without such a launch."""
-        if self.has_d_query:
-            return None
-        return TILE_ROWS * (self.query_tiles if self.stores_d_scores else 1)
+        return None if self.has_d_query else TILE_ROWS
 
     def launches(self, head_dim: int) -> tuple[Gradients, ...]:
         """Lists the launches that compute scores, each by its gradients of keys and values."""
@@ -178,7 +168,7 @@ class AttentionBackwardConfig(Config):
         return GdpaBackwardConfig(self.block_kv, self.kv_stages, slots, packs_statistics=False)
 
     def stored_shared(self, head_dim: int) -> Any:
-        blocks, tiles = hopper.column_blocks(head_dim), NUM_CONSUMERS * self.query_tiles
+        blocks, tiles = hopper.column_blocks(head_dim), NUM_CONSUMERS
         return memory.shared(
             items=memory.descriptors(2, DESCRIPTOR_WORDS)._replace(
                 free=memory.Barriers(2, NUM_CONSUMERS)

@@ -36,8 +36,8 @@ MIN_MANY_ROWS = 384
 #: Rows of a user from which on its keys need no second slot: with 128, 563 and 1,024 rows of
 #: 64 columns, one slot took 1.25, 1.05 and 1.03 of the time of two; with 4,096, the same.
 MIN_ROWS_OF_ONE_SLOT = 2048
-#: Least number of a user's rows for tiles of 256 of them.
-MIN_TALL_ROWS = 256
+#: Rows of a user from which on wide heads have four stages of keys.
+MIN_DEEP_ROWS = 256
 #: A user with this many rows needs blocks of at least 32. With 40 rows in the mean, blocks of 16
 #: took 1.09 times as long as blocks of 32: at H = 64 with 2,048 keys, stored (H100), and at H = 128
 #: with 87 keys, in parts (H200).
@@ -151,11 +151,7 @@ class AttentionBackwardProblem(AttentionSizes):
             ]
             yield from configs[::-1] if self.rows >= MIN_MANY_ROWS else configs
             return
-        tall = AttentionBackwardConfig(64, 3, 1, "stored", kv_stages=3, tall=True)
-        plain = AttentionBackwardConfig(64, 3, 1, "stored", kv_stages=4)
-        tiles = self.users * self.kv_heads * -(-self.rows // (2 * TILE_ROWS))
-        is_tall = self.rows >= MIN_TALL_ROWS and tiles >= NUM_SMS
-        yield from (tall, plain) if is_tall else (plain, tall)
+        yield AttentionBackwardConfig(64, 3, 1, "stored", kv_stages=4)
 
     def _for_wide_heads(self) -> Iterator[AttentionBackwardConfig]:
         # With 14 sizes on an H100, stored gradients of scores took 0.67 to 0.85 of the time of
@@ -167,12 +163,10 @@ class AttentionBackwardProblem(AttentionSizes):
             of_256 = (48, 2) if self.rows >= MIN_WIDER_ROWS else (32, 2)
             blocks.insert(0, (32, 3) if self.head_dim == 192 else of_256)
         # With 240 rows, four stages of keys took 1.03 of the time of three, with 300 rows 0.97.
-        first, second = (4, 3) if self.rows >= MIN_TALL_ROWS else (3, 4)
+        depths = (4, 3, 2) if self.rows >= MIN_DEEP_ROWS else (3, 4, 2)
         for block_q, stages in dict.fromkeys(blocks):
-            for kv_stages, tall in ((first, False), (second, False), (2, True)):
-                yield AttentionBackwardConfig(
-                    block_q, stages, 1, "stored", STORED_BLOCK_KV, kv_stages, tall=tall
-                )
+            for depth in depths:
+                yield AttentionBackwardConfig(block_q, stages, 1, "stored", STORED_BLOCK_KV, depth)
         for block_q, stages in ((64, 2), (48, 2), (32, 3)):
             for block_kv, kv_stages in ((48, 2), (32, 3)):
                 yield AttentionBackwardConfig(block_q, stages, 1, "launch", block_kv, kv_stages)

@@ -1,19 +1,12 @@
-"""Sizes of generalised dot-product attention, forward and backward, and how far they differ."""
+"""Sizes of generalised dot-product attention, forward and backward."""
 
 from __future__ import annotations
 
 import dataclasses
-import math
-from collections.abc import Mapping
-from typing import Any, Self
+from typing import ClassVar
 
 from ikbo_jax.problems.problem import (
     Problem,
-    attention_distance,
-    attention_sizes,
-    size,
-    sizes_from_json,
-    typed,
 )
 
 #: Name of the activation that the attention kernel computes.
@@ -21,11 +14,6 @@ SOFTMAX = "softmax"
 #: Sequences are full if their mean length is more than this fraction of the bound: nearly all tiles
 #: are then whole.
 FULL_FRACTION = 0.75
-#: Added to the distance if activations differ, since the activation decides what limits the kernel;
-#: as much as one doubling of a length.
-ACTIVATION_DISTANCE = 1.0
-#: Added to the distance if one problem has full and the other jagged sequences.
-JAGGED_DISTANCE = 1.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,6 +34,8 @@ class GdpaSizes(Problem):
       mask: which keys a row sees, in words; empty: all. Tables have no rows for masks.
       has_logit_cap: whether scores are capped. Tables have no rows for caps.
     """
+
+    request: ClassVar[tuple[str, ...]] = ("batch", "batch_kv", "q_rows", "kv_rows")
 
     batch: int
     batch_kv: int
@@ -104,44 +94,6 @@ class GdpaSizes(Problem):
         ]
         return " ".join(words)
 
-    @classmethod
-    def from_json(cls, fields: Mapping[str, Any]) -> Self:
-        def optional(name: str) -> int | None:
-            value = fields.get(name)
-            return None if value is None else size(value, name)
-
-        activations = typed(fields.get("activations"), list, "activations")
-        approx = fields.get("approx")
-        return cls(
-            **sizes_from_json(cls, fields),
-            dtype=typed(fields.get("dtype"), str, "dtype"),
-            activations=tuple(typed(name, str, "activations") for name in activations),
-            approx=None if approx is None else typed(approx, str, "approx"),
-            broadcast_q=typed(fields.get("broadcast_q"), bool, "broadcast_q"),
-            max_seqlen_q=optional("max_seqlen_q"),
-            max_seqlen_kv=optional("max_seqlen_kv"),
-            mask="",
-            has_logit_cap=False,
-        )
-
-    def distance(self, other: GdpaSizes) -> float:
-        """Adds terms for activations and full sequences to the attentions' distance.
-
-        Infinite if H differs, or if only one has a mask, a cap, or softmax.
-        """
-        if (bool(self.mask), self.has_logit_cap) != (bool(other.mask), other.has_logit_cap):
-            return math.inf
-        has_softmax, other_has_softmax = SOFTMAX in self.activations, SOFTMAX in other.activations
-        if self.head_dim != other.head_dim or has_softmax != other_has_softmax:
-            return math.inf
-        total = attention_distance(self._sizes(), other._sizes())
-        if (self.activations, self.approx) != (other.activations, other.approx):
-            total += ACTIVATION_DISTANCE
-        return total + (0.0 if self.is_full == other.is_full else JAGGED_DISTANCE)
-
     def _mean_lengths(self) -> tuple[float, float]:
         """Returns the mean lengths of the sequences of queries and of keys."""
         return self.q_rows / max(self.batch, 1), self.kv_rows / max(self.batch_kv, 1)
-
-    def _sizes(self) -> dict[str, float]:
-        return attention_sizes(self, *self._mean_lengths(), self.q_rows, self.batch_kv)

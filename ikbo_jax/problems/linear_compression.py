@@ -6,12 +6,12 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Iterator, Mapping
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 from ikbo_jax.problems import hopper, memory, packed_compression, packed_cost, resident_cost
 from ikbo_jax.problems.hopper import BLOCK_K, NUM_CONSUMERS, WGMMA_M
 from ikbo_jax.problems.packed_compression import STAGING_SLOTS, PackedCompressionConfig
-from ikbo_jax.problems.problem import Config, Problem, Ranked, by_rule, doublings, size, typed
+from ikbo_jax.problems.problem import Config, Problem, Ranked, by_rule
 from ikbo_jax.problems.resident_compression import ResidentCompressionConfig
 
 #: Most configurations of tiles that span candidates which the autotuner times.
@@ -21,18 +21,6 @@ WORTH_TIMING = 1.3
 #: Largest block_m without register spills: at 224, accumulator and fragment take 196 of a consumer
 #: thread's 240 registers.
 MAX_BLOCK_M = 224
-#: Coefficients of linear compression's distance. M decides how tiles fit and has the largest
-#: coefficient; the coarse levels do little work.
-DISTANCE_WEIGHTS = {
-    "m": 2.0,
-    "n": 1.0,
-    "k_fine": 1.0,
-    "b_fine": 1.0,
-    "k_coarse": 0.25,
-    "ratio": 0.25,
-}
-#: Added to the distance for each level that only one of the problems has.
-LEVEL_DISTANCE = 2.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,6 +90,8 @@ class LinearCompressionSizes(Problem):
       dtype: name of the inputs' dtype.
     """
 
+    request: ClassVar[tuple[str, ...]] = ("batches",)
+
     batches: tuple[int, ...]
     ks: tuple[int, ...]
     m: int
@@ -113,42 +103,10 @@ class LinearCompressionSizes(Problem):
         """Number of FLOPs, every level at its batch size, without padding and copies."""
         return sum(2 * b * k * self.m * self.n for b, k in zip(self.batches, self.ks, strict=True))
 
-    @classmethod
-    def from_json(cls, fields: Mapping[str, Any]) -> Self:
-        batches = tuple(size(b, "batches") for b in typed(fields.get("batches"), list, "batches"))
-        ks = tuple(size(k, "ks") for k in typed(fields.get("ks"), list, "ks"))
-        if not batches or len(batches) != len(ks):
-            raise ValueError(f"row has {len(batches)} batches and {len(ks)} ks")
-        dtype = typed(fields.get("dtype"), str, "dtype")
-        return cls(batches, ks, size(fields.get("m"), "m"), size(fields.get("n"), "n"), dtype)
-
     def describe(self) -> str:
         batches = ",".join(map(str, self.batches))
         ks = ",".join(map(str, self.ks))
         return f"B={batches} K={ks} M={self.m} N={self.n} {self.dtype}"
-
-    def distance(self, other: LinearCompressionSizes) -> float:
-        """Weighs |log2| of the sizes' ratios; levels are paired from the finest.
-
-        Infinite if M differs by steps of 16, or an N below 128. See `DISTANCE_WEIGHTS`; "ratio" is
-        a level's batch over the batch of the next coarser one.
-        """
-        if -(-self.m // 16) != -(-other.m // 16) or min(self.n, 128) != min(other.n, 128):
-            return math.inf
-        weights = DISTANCE_WEIGHTS
-        total = weights["m"] * doublings(self.m, other.m)
-        total += weights["n"] * doublings(self.n, other.n)
-        total += weights["k_fine"] * doublings(self.ks[-1], other.ks[-1])
-        total += weights["b_fine"] * doublings(self.batches[-1], other.batches[-1])
-        for k_a, k_b in zip(self.ks[-2::-1], other.ks[-2::-1], strict=False):
-            total += weights["k_coarse"] * doublings(k_a, k_b)
-        ratios = (
-            [fine / max(coarse, 1) for coarse, fine in itertools.pairwise(x.batches)][::-1]
-            for x in (self, other)
-        )
-        for r_a, r_b in zip(*ratios, strict=False):
-            total += weights["ratio"] * doublings(r_a, r_b, least=1e-6)
-        return total + LEVEL_DISTANCE * abs(len(self.batches) - len(other.batches))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -3,11 +3,11 @@
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterator, Mapping
-from typing import Any, ClassVar, Self
+from collections.abc import Iterator
+from typing import ClassVar
 
 from ikbo_jax.problems.hopper import NUM_SMS, WARPGROUP_SIZE
-from ikbo_jax.problems.problem import Config, Problem, Ranked, by_rule, doublings, size, typed
+from ikbo_jax.problems.problem import Config, Problem, Ranked, by_rule
 
 #: Dtypes that the kernels accept, and bytes of a number.
 ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
@@ -46,27 +46,17 @@ def vector_words(width: int, item_bytes: int) -> int:
 class RowsProblem(Problem):
     """Holds the sizes of a lookup of `width` numbers a row, or of its transpose."""
 
+    request: ClassVar[tuple[str, ...]] = ("batch", "users")
+
     batch: int
     users: int
     width: int
     dtype: str
     is_sorted: bool = False
 
-    @classmethod
-    def from_json(cls, fields: Mapping[str, Any]) -> Self:
-        batch, users, width = (size(fields.get(x), x) for x in ("batch", "users", "width"))
-        dtype = typed(fields.get("dtype"), str, "dtype")
-        return cls(batch, users, width, dtype, typed(fields.get("is_sorted"), bool, "is_sorted"))
-
     def describe(self) -> str:
         order = " sorted" if self.is_sorted else ""
         return f"B={self.batch} U={self.users} width={self.width} {self.dtype}{order}"
-
-    def distance(self, other: Any) -> float:
-        if self.is_sorted != other.is_sorted:
-            return math.inf
-        pairs = ((self.batch, other.batch), (self.users, other.users), (self.width, other.width))
-        return sum(doublings(a, b) for a, b in pairs)
 
     @property
     def vectors(self) -> int:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-from collections.abc import Iterator, Mapping
-from typing import Any, ClassVar, Self
+from collections.abc import Iterator
+from typing import Any, ClassVar
 
 from ikbo_jax.problems import hopper, memory
 from ikbo_jax.problems.hopper import BLOCK_K, NUM_CONSUMERS, TILE_ROWS, WGMMA_M
@@ -93,17 +93,10 @@ class LinearProblem(Problem):
     dtype: str
     details: str
 
-    @classmethod
-    def from_json(cls, fields: Mapping[str, Any]) -> Self:
-        raise ValueError(f"no table row can hold {fields!r:.80}: a linear layer has no rows")
-
     def describe(self) -> str:
         columns = "+".join(map(str, self.columns))
         sizes = f"rows={self.rows} F={self.features} columns={columns} {self.dtype}"
         return f"{sizes} {self.norm} norm, {self.details}"
-
-    def distance(self, other: Any) -> float:
-        return 0.0 if self == other else float("inf")
 
     def rank(self) -> Iterator[Ranked]:
         if self.why_not_served():

@@ -1,4 +1,4 @@
-"""What every op's problems and configurations have, and how the sizes of two problems compare."""
+"""What every op's problems and configurations have, and how far two problems are apart."""
 
 from __future__ import annotations
 
@@ -39,17 +39,14 @@ class Problem(abc.ABC):
     Attributes:
       op: the op's name in table rows.
       config_type: class of the kernel's configurations.
+      request: fields that differ from request to request of one model.
       dtype: name of the inputs' dtype.
     """
 
     op: ClassVar[str]
     config_type: ClassVar[type[Config]]
+    request: ClassVar[tuple[str, ...]] = ()
     dtype: str
-
-    @classmethod
-    @abc.abstractmethod
-    def from_json(cls, fields: Mapping[str, Any]) -> Self:
-        """Reads a problem from a table row; raises ValueError if it is malformed."""
 
     @classmethod
     def of(cls, other: Problem) -> Self:
@@ -67,12 +64,23 @@ class Problem(abc.ABC):
     def describe(self) -> str:
         """Formats the problem as one line of text."""
 
-    @abc.abstractmethod
-    def distance(self, other: Any) -> float:
-        """Measures how far a problem of the same op is, in doublings of a size, ignoring dtypes.
+    def distance(self, other: Problem) -> float:
+        """Finds the most doublings of a size of the request.
 
-        Infinite if a row for one problem says nothing about the other.
+        Infinite if anything else differs: a row for one problem says nothing about the other.
         """
+        if type(self) is not type(other):
+            return math.inf
+        away = 0.0
+        for field in dataclasses.fields(self):  # type: ignore[arg-type]
+            ours, theirs = getattr(self, field.name), getattr(other, field.name)
+            if field.name not in self.request:
+                away = away if ours == theirs else math.inf
+                continue
+            levels = (ours, theirs) if isinstance(ours, tuple) else ((ours,), (theirs,))
+            for a, b in zip(*levels, strict=False):
+                away = max(away, abs(math.log2(max(a, 1) / max(b, 1))))
+        return away
 
     @abc.abstractmethod
     def rank(self) -> Iterable[Ranked]:
@@ -99,86 +107,3 @@ def ranked(problem: Problem) -> tuple[Ranked, ...]:
 def by_rule(configs: Iterable[Config], why: str = "") -> Iterator[Ranked]:
     """Yields configurations that a rule has put into an order."""
     return (Ranked(None, config, why) for config in configs)
-
-
-#: Coefficients of the attentions' distance. Lengths of keys and queries decide the pipeline and the
-#: tiles; the number of tiles, of candidates per user and of query heads per key head only affect
-#: data movement.
-ATTENTION_DISTANCE_WEIGHTS = {
-    "kv_len": 1.0,
-    "q_len": 1.0,
-    "tiles": 0.25,
-    "ratio": 0.25,
-    "heads": 0.25,
-}
-
-
-def attention_distance(a: Mapping[str, float], b: Mapping[str, float]) -> float:
-    """Weighs |log2(size of a / size of b)| of the sizes that have a weight."""
-    return sum(
-        weight * doublings(a[name], b[name], least=1e-6)
-        for name, weight in ATTENTION_DISTANCE_WEIGHTS.items()
-    )
-
-
-def attention_sizes(
-    heads: Any, q_len: float, kv_len: float, q_rows: int, sequences: int
-) -> dict[str, float]:
-    """Collects the sizes that `attention_distance` compares."""
-    return {
-        "kv_len": kv_len,
-        "q_len": q_len,
-        "tiles": q_rows * heads.q_heads,
-        "ratio": heads.batch / max(sequences, 1),
-        "heads": heads.q_heads / heads.kv_heads,
-    }
-
-
-def doublings(a: float, b: float, least: float = 1.0) -> float:
-    """Computes |log2(a / b)|; sizes below `least` count as `least`."""
-    return abs(math.log2(max(a, least) / max(b, least)))
-
-
-# Checks of JSON values, also for table rows.
-
-
-def typed(value: Any, kind: type, name: str) -> Any:
-    """Returns `value`; raises ValueError unless it is a `kind`."""
-    if not isinstance(value, kind):
-        raise ValueError(f"{name} is {value!r:.80}, expected a {kind.__name__}")
-    return value
-
-
-def size(value: Any, name: str) -> int:
-    """Returns `value`; raises ValueError unless it is an integer in [0, 2**63)."""
-    is_size = isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63
-    if not is_size:
-        raise ValueError(f"{name} holds {value!r:.80}, expected an integer of at least 0")
-    return int(value)
-
-
-def measured(value: Any, name: str) -> float:
-    """Returns `value` as a float; raises ValueError unless it is finite and at least 0."""
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not 0 <= value < 2.0**1023:
-        raise ValueError(f"{name} is {value!r:.80}, expected a finite number of at least 0")
-    return float(value)
-
-
-def positive(value: Any, name: str) -> int:
-    """Like `size`, but rejects 0, since distances divide by the value."""
-    checked = size(value, name)
-    if not checked:
-        raise ValueError(f"{name} is 0, expected at least 1")
-    return checked
-
-
-def sizes_from_json(cls: type, fields: Mapping[str, Any]) -> dict[str, int]:
-    """Reads a dataclass's integers without defaults; raises ValueError if one is malformed."""
-    sizes = {
-        field.name: size(fields.get(field.name), field.name)
-        for field in dataclasses.fields(cls)
-        if field.type == "int" and field.default is dataclasses.MISSING
-    }
-    positive(fields.get("kv_heads"), "kv_heads")
-    return sizes

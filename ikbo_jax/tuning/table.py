@@ -1,7 +1,7 @@
 """The dispatch table: chooses a configuration of the kernel, or XLA, for a problem.
 
 `problem.ranked` orders the ways to run a problem, by cost models and rules; the first one is the
-choice unless a measured row of the same op and dtype overrides it. That is
+choice unless a measured row overrides it. That is
 
 1. a row for exactly this problem, or else
 2. the nearest row within `MAX_DISTANCE` whose configuration is one of those that `ranked` deems
@@ -14,14 +14,13 @@ choice took 0.949 of the time with the rows of an H200 for attention (13 sizes, 
 """
 
 import dataclasses
-import math
 
 from ikbo_jax.problems import Config, Problem
 from ikbo_jax.problems.problem import Ranked, ranked
 from ikbo_jax.tuning.table_rows import Row, builtin_rows, model
 from ikbo_jax.tuning.user_cache import source_of_user_rows, user_rows
 
-#: Largest `distance` of a row that speaks for another problem, e.g. the finest K times √2.
+#: Largest `distance` of a row that speaks for another problem, e.g. the batch times √2.
 MAX_DISTANCE = 0.5
 
 
@@ -39,11 +38,6 @@ class Choice:
     source: str
     exact: bool
     reason: str
-
-
-def distance(a: Problem, b: Problem) -> float:
-    """Measures doublings of a size between problems, ignoring dtypes; infinite between ops."""
-    return a.distance(b) if isinstance(b, type(a)) else math.inf
 
 
 def devices() -> tuple[str, ...]:
@@ -81,10 +75,8 @@ def _measured(
     found = []
     for source, rows in ("user cache", cached), ("sm90.json", builtin_rows()):
         for row in rows:
-            away = distance(row.problem, problem)
-            if row.problem.dtype != problem.dtype or away > MAX_DISTANCE:
-                continue
-            if not _speaks(row, device):
+            away = row.problem.distance(problem)
+            if away > MAX_DISTANCE or not _speaks(row, device):
                 continue
             if row.config not in worth_timing and (
                 away or row.config.illegal_reason(problem) is not None

@@ -7,10 +7,10 @@ import functools
 import importlib.resources
 import json
 import re
-from typing import Any, cast
+import typing
+from typing import Any
 
 from ikbo_jax.problems import PROBLEMS, Problem
-from ikbo_jax.problems.problem import measured, size, typed
 
 #: Version of the file format; a file with another schema is not read.
 SCHEMA = 1
@@ -20,6 +20,7 @@ REMOVED = {
     "early_scores": False,
     "adds_by_launch": True,
     "stagger": False,
+    "tall": False,
     "chunk": 32,
     "coarse_rows": 48,
     "sum_stages": 12,
@@ -28,6 +29,8 @@ REMOVED = {
 #: Fields of problems that rows lack: rows are of candidates sorted by user, and of calls without
 #: masks, ranges, caps or pages.
 NOT_IN_ROWS = ("is_sorted", "mask", "has_ranges", "has_logit_cap", "page", "has_bias")
+
+_hints: Any = functools.cache(typing.get_type_hints)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,23 +71,13 @@ class Row:
     @classmethod
     def from_json(cls, entry: object) -> Row:
         """Reads a row of a table file; raises ValueError if it is malformed."""
-        fields = typed(entry, dict, "row")
-        problem_type = problem_type_of(fields.get("op"))
-        known = {"op", *(f.name for f in dataclasses.fields(cast(Any, problem_type))), "config"}
-        known |= {f.name for f in dataclasses.fields(cls)} - {"problem"}
-        if unknown := sorted(fields.keys() - known):
-            raise ValueError(f"row has unknown keys {unknown}")
-        xla_ms = fields.get("xla_ms")
-        return cls(
-            problem=problem_type.from_json(fields),
-            config=config_from_json(fields.get("config"), problem_type.op),
-            device=typed(fields.get("device"), str, "device"),
-            date=typed(fields.get("date"), str, "date"),
-            jax=typed(fields.get("jax"), str, "jax"),
-            ms=measured(fields.get("ms"), "ms"),
-            fraction=measured(fields.get("fraction"), "fraction"),
-            xla_ms=None if xla_ms is None else measured(xla_ms, "xla_ms"),
-        )
+        fields = dict(read(entry, dict, "row"))
+        op = fields.pop("op", None)
+        config = config_from_json(fields.pop("config", None), op)
+        own = {x.name: fields.pop(x.name, None) for x in dataclasses.fields(cls)[2:]}
+        hints = _hints(cls)
+        measurement = {name: read(value, hints[name], name) for name, value in own.items()}
+        return cls(problem_from_json(fields, op), config, **measurement)
 
     def describe(self) -> str:
         return (
@@ -93,25 +86,46 @@ class Row:
         )
 
 
-def config_from_json(entry: object, op: str = "linear_compression") -> Any:
+def read(value: Any, kind: Any, name: str) -> Any:
+    """Reads a JSON value of a type; raises ValueError if it is of another or negative."""
+    parts = typing.get_args(kind)
+    if typing.get_origin(kind) is tuple:
+        return tuple(read(x, parts[0], name) for x in read(value, list, name))
+    if type(None) in parts:
+        return None if value is None else read(value, parts[0], name)
+    is_right = isinstance(value, (int, float) if kind is float else kind)
+    if kind in (int, float):
+        is_right = is_right and not isinstance(value, bool) and 0 <= value < 2**63
+    if not is_right:
+        raise ValueError(f"{name} is {value!r:.80}, expected a {kind.__name__}")
+    return float(value) if kind is float else value
+
+
+def _read_fields(fields: dict[str, Any], kind: Any, name: str) -> Any:
+    """Reads a dataclass; fields may be missing in rows that were written before they existed."""
+    known = {x.name: x.default for x in dataclasses.fields(kind)}
+    needed = {x for x, y in known.items() if not isinstance(y, bool) and x not in NOT_IN_ROWS}
+    if not needed <= fields.keys() <= known.keys():
+        raise ValueError(f"{name} has keys {sorted(fields)}, expected {sorted(known)}")
+    hints = _hints(kind)
+    return kind(**{name: read(value, hints[name], name) for name, value in fields.items()})
+
+
+def problem_from_json(fields: dict[str, Any], op: object) -> Any:
+    """Reads a problem; raises ValueError if it is malformed."""
+    return _read_fields(fields, problem_type_of(op), "problem")
+
+
+def config_from_json(entry: object, op: object = "linear_compression") -> Any:
     """Reads a configuration, or None for XLA; raises ValueError if it is malformed."""
-    fields = typed(entry, dict, "config")
+    kind = problem_type_of(op)
+    fields = read(entry, dict, "config")
     if fields == {"implementation": "xla"}:
         return None
-    config_type: Any = problem_type_of(op).config_type_of(fields)
-    expected = {field.name: field.default for field in dataclasses.fields(config_type)}
-    fields = {x: y for x, y in fields.items() if x in expected or (x, y) not in REMOVED.items()}
-    # A row that was written before a boolean parameter existed has its default.
-    needed = {name for name, default in expected.items() if not isinstance(default, bool)}
-    if not needed <= fields.keys() <= expected.keys():
-        raise ValueError(f"config has keys {sorted(fields)}, expected {sorted(expected)}")
-    values: dict[str, Any] = {
-        name: typed(value, type(expected[name]), name)
-        if isinstance(expected[name], bool | str)
-        else size(value, name)
-        for name, value in fields.items()
-    }
-    return config_type(**values)
+    config_type: Any = kind.config_type_of(fields)
+    known = {x.name for x in dataclasses.fields(config_type)}
+    fields = {x: y for x, y in fields.items() if x in known or (x, y) not in REMOVED.items()}
+    return _read_fields(fields, config_type, "config")
 
 
 def problem_type_of(op: object) -> type[Problem]:
@@ -130,10 +144,11 @@ def model(device: str) -> str:
 
 def entries(text: str) -> list[Any]:
     """Reads the JSON rows of a table file; raises ValueError if the text is no table."""
-    content = typed(json.loads(text), dict, "file")
+    content = read(json.loads(text), dict, "file")
     if content.get("schema") != SCHEMA:
         raise ValueError(f"schema {content.get('schema')!r}, expected {SCHEMA}")
-    return typed(content.get("rows"), list, "rows")
+    found: list[Any] = read(content.get("rows"), list, "rows")
+    return found
 
 
 def parse(text: str) -> tuple[Row, ...]:

@@ -26,6 +26,7 @@ from benchmarks.production_draws import (
     CompressionShape,
     GdpaShape,
 )
+from ikbo_jax.problems import LinearCompressionProblem
 
 
 @pytest.mark.parametrize("op", KINDS)
@@ -102,7 +103,7 @@ def test_a_wrong_result_is_found():
 @pytest.mark.parametrize(("batch", "users"), [(60, 2), (4617, 1)])
 def test_gradients_that_xla_adds_in_bfloat16_are_right(batch, users):
     """A rounding for each candidate of a user is what a model written by hand has."""
-    shape = CompressionShape(batch, users, 6, 16, 20, 9, "bfloat16", "ragged")
+    shape = CompressionShape(LinearCompressionProblem((users, batch), (9, 20), 6, 16, "bfloat16"))
     _, exact_form, _, *by_hand = production_providers.contenders(shape)
     by_hand = [make() for make in by_hand]
     assert [contender.name for contender in by_hand] == ["xla-by-hand", "copies"]

@@ -1,8 +1,7 @@
-"""The benchmark of training: a run in small, the checks of steps, profiles, the other network."""
+"""The benchmark of training: a run in small, the checks of steps, the other network."""
 
 import dataclasses
 import functools
-import types
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +12,6 @@ from problems import random_array
 from benchmarks import harness, ranking, records, report, timing, training
 from benchmarks import training_networks as networks
 from benchmarks.harness import Point
-from ikbo_jax._timing import device_time
 from ikbo_jax.models import ranking as model
 
 pytestmark = pytest.mark.slow
@@ -81,7 +79,7 @@ def test_a_run_in_small_and_its_report(tmp_path, capsys, monkeypatch, one_parame
         training.BENCHMARK, points=lambda options: firsts, shrink=smaller
     )
     path = tmp_path / "training.json"
-    assert benchmark.main(["--out", str(path), "--quick", "--profile", "ikbo"]) == 0
+    assert benchmark.main(["--out", str(path), "--quick"]) == 0
     results = timing.read_results(path)
     labels = {point["sweep"]: point["label"] for point in results["points"]}
     assert set(labels) == set(training.SWEEPS)
@@ -89,7 +87,6 @@ def test_a_run_in_small_and_its_report(tmp_path, capsys, monkeypatch, one_parame
         assert record["ok"]
         assert record["samples_per_s"] == pytest.approx(12e3 / record["median_ms"])
         assert record["peak_bytes"] > 0
-    assert "busy 0.000" in capsys.readouterr().out
     blocks = report.blocks(results, "docs/performance.md")
     assert {"training-table", "training-ratio", "training-gdpa"} <= blocks.keys()
 
@@ -165,34 +162,3 @@ def test_versions_of_the_other_network_agree_with_their_gradients():
     soft = jax.jit(loss_of(softmax))(params, inputs, labels)
     assert np.isfinite(soft)
     assert soft != expected[0]
-
-
-PROGRAM = """
-  %fusion.1 = f32[2] fusion(%a), metadata={op_name="jit(step)/jvp(attention)/dot"}
-  ROOT %fusion.2 = f32[2] fusion(%a), metadata={op_name="jit(step)/transpose(self_attention)/mul"}
-"""
-
-
-def test_profiles_sum_kernels_by_part(monkeypatch, capsys):
-    def event(name: str, start: int, length: int, operation: str) -> types.SimpleNamespace:
-        return types.SimpleNamespace(
-            name=name, start_ns=start, duration_ns=length, stats=[("hlo_op", operation)]
-        )
-
-    events = [
-        event("a", 0, 2_000_000, "fusion.1"),
-        event("b", 4_000_000, 4_000_000, "fusion.2"),
-        event("b", 8_000_000, 8_000_000, "fusion.2"),
-        event("c", 16_000_000, 2_000_000, "unknown"),
-    ]
-    stream = types.SimpleNamespace(name="Stream #13", events=events)
-    plane = types.SimpleNamespace(name="/device:GPU:0", lines=[stream])
-    other = types.SimpleNamespace(name="/host:CPU", lines=[stream])
-    data = types.SimpleNamespace(planes=[other, plane])
-    monkeypatch.setattr(timing, "STEPS", 2)
-    scopes = {m["name"]: m["scope"] for m in timing._OPERATION.finditer(PROGRAM)}
-    found = timing.summed("default", device_time.events_of(data), scopes)
-    assert found == {"self_attention backward": 6.0, "attention": 1.0, "other": 1.0}
-    printed = capsys.readouterr().out
-    assert "default:\n  busy 8.000 of 9.000 ms, 2 kernels; self_attention backward 6.000" in printed
-    assert "  6.0000 ms   1.0x b " in printed

@@ -9,7 +9,7 @@ import test_gdpa_backward_tiles as tiles
 from test_gdpa_backward_tiles import Case
 
 from ikbo_jax.pallas.hopper import mosaic
-from ikbo_jax.pallas.worklist import by_xla, counted_order, positions, work_order, works
+from ikbo_jax.pallas.worklist import by_xla, counted_order, positions, works
 from ikbo_jax.pallas.worklist import tiles as launch
 
 
@@ -47,7 +47,6 @@ def test_emulated_launch_lists_xla_s_tiles(name, sm90, monkeypatch) -> None:
 def test_emulated_order_of_more_sequences_than_a_launch_lists(sm90, monkeypatch) -> None:
     """XLA lists the tiles; a launch, not XLA's sort, orders the sequences that share keys."""
     monkeypatch.setattr(works, "MOST_WORDS", 0)
-    monkeypatch.setattr(work_order, "MAX_COUNTED", 0)
     monkeypatch.setattr(counted_order, "MOST_CTAS", 3)
     rng = np.random.default_rng(4)
     cu_q, cu_kv = np.sort(rng.integers(0, 1100, 602)), np.sort(rng.integers(0, 900, 31))

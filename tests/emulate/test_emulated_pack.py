@@ -12,7 +12,8 @@ import pytest
 import ikbo_jax
 from ikbo_jax.ops import attention, dispatch
 from ikbo_jax.pallas.attention_backward import statistics
-from ikbo_jax.pallas.worklist import counted_order, pack, work_order
+from ikbo_jax.pallas.hopper import mosaic
+from ikbo_jax.pallas.worklist import counted_order
 from ikbo_jax.problems.few_queries import FewQueriesConfig
 from ikbo_jax.reference import attention as reference
 from ikbo_jax.reference import attention_grouped
@@ -22,7 +23,6 @@ CASES = {
     "one_cta": (5, 3, (1, 1, 64)),
     "odd_queries_f16": (41, 6, (5, 1, 96)),
     "parts_of_queries": (19, 4, (7, 2, 128)),
-    # More candidates than a turn of the loop that ranks them.
     "many_candidates": (1300, 7, (1, 1, 64)),
     "more_users_than_candidates": (9, 1000, (3, 1, 64)),
 }
@@ -36,44 +36,39 @@ def make(name: str) -> tuple[jax.Array, jax.Array, int]:
     return query, jnp.asarray(rng.integers(-1, users + 1, batch), jnp.int32), users
 
 
-#: Cases, whether with x64, and how many queries the launch that counts many candidates copies; XLA
-#: copies queries that are large. None: another launch compares candidates with each other.
-COPIES: list[tuple[str, bool, int | None]] = [
-    *zip(CASES, itertools.cycle([False, True]), itertools.repeat(None)),
+#: Cases, whether with x64, and how many queries the launch copies; XLA copies large ones.
+COPIES = [
+    *zip(CASES, itertools.cycle([False, True]), itertools.repeat(counted_order.MOST_COPIED)),
     ("many_candidates", False, 0),
-    ("many_candidates", False, pack.MOST_COPIED),
 ]
 
 
 @pytest.mark.parametrize(("name", "has_x64", "most_copied"), COPIES)
 def test_emulated_copies_are_those_of_xla(name, has_x64, most_copied, sm90, monkeypatch) -> None:
-    if most_copied is not None:
-        monkeypatch.setattr(pack, "MOST_CTAS", 0)
-        monkeypatch.setattr(pack, "MOST_COPIED", most_copied)
-        monkeypatch.setattr(counted_order, "MOST_CTAS", 5)
+    monkeypatch.setattr(counted_order, "MOST_COPIED", most_copied)
+    monkeypatch.setattr(counted_order, "MOST_CTAS", 5)
     arguments = make(name)
     with sm90.emulated(0) as launched, jax.enable_x64(has_x64):
-        found = pack.pack(*arguments)
+        found = counted_order.ordered(*arguments)
     kind = "user_order" if most_copied == 0 else "attention_pack"
     assert launched == [f"ikbo_{kind}_mosaic_gpu_kernel"]
-    for x, y in zip(found[:3], pack.by_xla(*arguments)[:3], strict=True):
+    with mosaic.interpreted(True):
+        wanted = counted_order.ordered(*arguments)
+    for x, y in zip(found[:3], wanted[:3], strict=True):
         assert x.dtype == y.dtype
         np.testing.assert_array_equal(x, y)
 
 
-@pytest.mark.parametrize("most_counted", [0, work_order.MAX_COUNTED])
-def test_too_many_candidates_are_put_into_order_by_xla(most_counted, monkeypatch) -> None:
-    """By a sort or by ranks."""
+def test_too_many_candidates_are_put_into_order_by_xla(monkeypatch) -> None:
     query, index, users = make("many_candidates")
-    monkeypatch.setattr(pack, "MOST_CTAS", 0)
     monkeypatch.setattr(counted_order, "MOST_CANDIDATES", len(index) - 1)
-    monkeypatch.setattr(work_order, "MAX_COUNTED", most_counted)
-    found = pack.pack(query, index, users)
+    found = counted_order.ordered(query, index, users, has_position=True)
     user = np.clip(index, 0, users - 1)
     order = np.argsort(user, stable=True)
     np.testing.assert_array_equal(found.user, user[order])
     np.testing.assert_array_equal(found.query, np.asarray(query)[found.order])
-    np.testing.assert_array_equal(np.sort(found.order), np.arange(len(order)))
+    np.testing.assert_array_equal(found.order, order)
+    np.testing.assert_array_equal(np.asarray(found.position)[order], np.arange(len(order)))
 
 
 #: T, heads, width, how the index is, and dtype.
@@ -96,8 +91,6 @@ def test_emulated_op_and_gradient(name, sm90, monkeypatch) -> None:
     q_len, heads, width, index, dtype = OPS[name]
     is_packed, is_many = index in ("packed", "many"), index == "many"
     if is_many:
-        monkeypatch.setattr(pack, "MOST_CTAS", 0)
-        monkeypatch.setattr(work_order, "MAX_COUNTED", 0)
         monkeypatch.setattr(statistics, "MOST_CTAS", 0)
     if is_packed:
         index = "unsorted"
@@ -140,7 +133,6 @@ def test_emulated_op_and_gradient(name, sm90, monkeypatch) -> None:
 
 def test_emulated_op_reads_queries_of_whole_tiles_in_place(sm90, monkeypatch) -> None:
     """In the order of users of more candidates than are compared with each other."""
-    monkeypatch.setattr(work_order, "MAX_COUNTED", 0)
     monkeypatch.setattr(dispatch, "hopper_unavailable_reason", lambda: None)
     monkeypatch.setattr(dispatch, "num_sms", lambda: 2)
     shape = problems.AttentionShape(2, 5, 64, 40, 1, 1, 64, "unsorted")

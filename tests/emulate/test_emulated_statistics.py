@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from ikbo_jax.pallas.attention_backward import rows, statistics
+from ikbo_jax.pallas.hopper import mosaic
 from ikbo_jax.pallas.worklist import rows as worklist
-from ikbo_jax.pallas.worklist import work_order
 
 #: Whether each CTA of the launch numbers the rows, or another launch does.
 BY_LAUNCHES = pytest.mark.parametrize("is_numbered_before", [False, True])
@@ -50,8 +50,6 @@ def test_emulated_statistics_and_packed_rows_are_those_of_xla(
     inputs = rows.Inputs(out, d_out, jnp.asarray(lse), d_lse, query)
     if is_numbered_before:
         monkeypatch.setattr(statistics, "MOST_CTAS", 0)
-    # Of so few candidates, XLA gives positions; of more, a launch does.
-    monkeypatch.setattr(work_order, "MAX_COUNTED", 0 if is_numbered_before else 4096)
     options = {"kv_heads": kv_heads, "count": 8 * sizes.block_q}
     with sm90.emulated(0) as launched:
         found, emulated, packed = rows.with_statistics(index, lengths, inputs, sizes, **options)
@@ -59,8 +57,8 @@ def test_emulated_statistics_and_packed_rows_are_those_of_xla(
     assert launched == names(
         is_numbered_before=is_numbered_before, is_ordered_before=is_ordered_before
     )
-    monkeypatch.setattr(work_order, "MAX_COUNTED", 4096)  # stable for users below 0, too
-    by_xla = worklist.by_xla(index, lengths, sizes)
+    with mosaic.interpreted(True):
+        by_xla = worklist.by_xla(index, lengths, sizes)
     assert jax.tree.structure(found) == jax.tree.structure(by_xla)
     for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(by_xla), strict=True):
         np.testing.assert_array_equal(x, y)
@@ -126,8 +124,9 @@ def test_emulated_numbers_are_those_of_xla(name: str, sm90: emulator.Emulator) -
     lengths = None if is_even else jnp.asarray(rng.integers(-5, 305, users), jnp.int32)
     with sm90.emulated(0) as launched:
         found = worklist.make_rows(index, lengths, sizes)
-    assert len(launched) == 1
-    want = worklist.by_xla(index, lengths, sizes)
+    assert len(launched) == 1 + (not is_sorted)
+    with mosaic.interpreted(True):
+        want = worklist.by_xla(index, lengths, sizes)
     assert jax.tree.structure(found) == jax.tree.structure(want)
     for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(want), strict=True):
         np.testing.assert_array_equal(x, y)

@@ -63,7 +63,6 @@ CONFIGS = {
     "split_queries": Config(32, 3, 1, splits=3),
     "two_launches_odd_block": Config(32, 3, 1, "launch", 48, 4),
     "stored": Config(64, 3, 1, "stored", kv_stages=4),
-    "stored_tall": Config(64, 3, 1, "stored", tall=True),
     "stored_split_queries": Config(32, 3, 2, "stored", splits=3),
     "added_parts": Config(32, 2, 2, "parts", splits=5),
     "added_split_queries": Config(64, 3, 1, "stored", splits=2),
@@ -167,11 +166,6 @@ def test_gradients_of_every_kind_of_config(name, config):
 @pytest.mark.parametrize("dtype", problems.HALF_DTYPES)
 def test_gradients_of_wide_heads(name, config, dtype):
     check_shape(SHAPES[name], WIDE_CONFIGS[config], dtype)
-
-
-@pytest.mark.parametrize("dtype", problems.HALF_DTYPES)
-def test_gradients_of_tall_tiles_of_wide_heads(dtype):
-    check_shape(SHAPES["h192"], Config(64, 2, 1, "stored", kv_stages=2, tall=True), dtype)
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 4, 5])

@@ -12,7 +12,7 @@ import pytest
 from test_gpu_attention import check, check_repeats, own_tokens, problem_of, run
 
 import ikbo_jax as ikbo
-from ikbo_jax.pallas.worklist import counted_order, pack
+from ikbo_jax.pallas.worklist import counted_order
 from ikbo_jax.problems import FewQueriesConfig
 
 pytestmark = pytest.mark.gpu
@@ -246,7 +246,7 @@ def make_packed(name: str) -> tuple[jax.Array, np.ndarray, int]:
 @pytest.mark.parametrize("name", PACKED)
 def test_packed_candidates_are_the_stable_sort_s(name: str) -> None:
     query, index, users = make_packed(name)
-    run = jax.jit(lambda query, index: pack.pack(query, index, users))
+    run = jax.jit(lambda query, index: counted_order.ordered(query, index, users))
     user = np.clip(index, 0, users - 1)
     order = np.argsort(user, stable=True)
     copied = np.asarray(query)[order].view(np.uint16)

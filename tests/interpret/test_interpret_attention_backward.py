@@ -114,9 +114,7 @@ CASES = {
         Config(64, 3, d_query="stored"),
         "float16",
     ),
-    "stored_tall_h96": Case(
-        AttentionShape(2, 9, 33, 129, 1, 1, 96), Config(64, d_query="stored", tall=True)
-    ),
+    "stored_h96": Case(AttentionShape(2, 9, 33, 129, 1, 1, 96), Config(64, d_query="stored")),
     "stored_split_queries": Case(
         AttentionShape(1, 150, 1, 129, 2, 2, 64), Config(32, d_query="stored", splits=2)
     ),
@@ -138,9 +136,9 @@ CASES = {
         AttentionShape(3, 5, 21, 129, 2, 1, 192, "gaps", "ragged"),
         Config(32, d_query="stored", kv_stages=2),
     ),
-    "stored_tall_h192_f16": Case(
+    "stored_h192_f16": Case(
         AttentionShape(2, 5, 33, 300, 1, 1, 192, "unsorted", "ragged"),
-        Config(64, d_query="stored", kv_stages=2, tall=True),
+        Config(64, d_query="stored", kv_stages=2),
         "float16",
     ),
     "stored_f32_sums_h256": Case(
@@ -255,7 +253,7 @@ def test_interpreted_gradients_are_right_and_free_of_races(name, launches) -> No
     assert_correct(results, inputs, tensors, case)
 
 
-@pytest.mark.parametrize("name", ["stored_h128_f16", "stored_tall_h96"])
+@pytest.mark.parametrize("name", ["stored_h128_f16", "stored_h96"])
 def test_interpreted_stored_gradients_by_chunks_of_keys(name, launches, monkeypatch) -> None:
     """Two launches for every tile of keys, if no more may be stored."""
     monkeypatch.setattr(Config, "stored_tiles", lambda *sizes: 1)

@@ -7,6 +7,7 @@ import interpreter
 import jax
 import jax.numpy as jnp
 import numpy as np
+import problems
 import pytest
 
 from ikbo_jax.pallas.hopper import mosaic
@@ -58,10 +59,7 @@ def check(case: Any) -> None:
     kernel = functools.partial(gated_linear_kernel, gate=gate, config=config, num_sms=1)
     found = jax.block_until_ready((jax.jit(kernel) if mosaic.is_interpreted() else kernel)(arrays))
     wanted = reference.gated_linear(gate, arrays)
-    assert (found.shape, found.dtype) == (wanted.shape, wanted.dtype)
-    unit = float(jnp.finfo(dtype).eps)
-    exact = np.asarray(wanted, np.float64)
-    np.testing.assert_allclose(np.asarray(found, np.float64), exact, rtol=2 * unit, atol=8 * unit)
+    problems.assert_within_units(found, wanted)
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -22,7 +22,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ikbo_jax.pallas.hopper import mosaic
 from ikbo_jax.pallas.linear_compression import kernel, tiles
-from ikbo_jax.problems import LinearCompressionConfig, LinearCompressionProblem
+from ikbo_jax.problems import LinearCompressionConfig
 from ikbo_jax.problems.hopper import NUM_CONSUMERS
 from ikbo_jax.reference import linear_compression as reference
 
@@ -46,21 +46,14 @@ class Levels(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Case:
-    """A problem, its index ("sorted", "unsorted", "gaps" or the indices themselves), a config."""
+class Case(problems.CompressionCase):
+    """A compression and a config."""
 
-    batches: tuple[int, ...]
-    ks: tuple[int, ...]
-    m: int
-    n: int
     config: LinearCompressionConfig = TINY
     num_sms: int = 1
-    index: str | tuple[int, ...] = "unsorted"
-    dtype: str = "bfloat16"
 
     def levels(self, seed: int = 0) -> Levels:
-        sizes = (self.batches, self.ks, self.m, self.n)
-        return Levels(*problems.make_levels(*sizes, self.dtype, seed, self.index))
+        return Levels(*self.arrays_of_levels(seed))
 
     @property
     def launches(self) -> int:
@@ -118,8 +111,7 @@ def assert_correct(out: Any, levels: Levels, where: Any = ...) -> None:
 
 def assert_right(case, launches, count) -> None:
     """The case is legal; its `count` launches have no races and the right result."""
-    problem = LinearCompressionProblem(case.batches, case.ks, case.m, case.n, case.dtype)
-    assert case.config.illegal_reason(problem) is None
+    assert case.config.illegal_reason(case.problem) is None
     levels = case.levels()
     out = interpret(levels, case)
     launches.assert_no_races(count)

@@ -13,7 +13,7 @@ import problems
 import pytest
 
 from ikbo_jax.ops.linear_compression_backward import Gradients, kernel_vjp
-from ikbo_jax.problems import LinearCompressionConfig, LinearCompressionProblem
+from ikbo_jax.problems import LinearCompressionConfig
 from ikbo_jax.problems.linear_compression_backward import (
     LinearCompressionBackwardConfig,
     WeightGradientConfig,
@@ -28,16 +28,10 @@ WEIGHT = WeightGradientConfig(block_m=32, stages=2)
 
 
 @dataclasses.dataclass(frozen=True)
-class Case:
-    """A problem, its index ("sorted", "unsorted", "gaps" or the indices themselves), configs."""
+class Case(problems.CompressionCase):
+    """A compression, and dtypes of gradients."""
 
-    batches: tuple[int, ...]
-    ks: tuple[int, ...]
-    m: int
-    n: int
     num_sms: int = 1
-    index: str | tuple[int, ...] = "unsorted"
-    dtype: str = "bfloat16"
     dtypes: tuple[str | None, str | None, str | None] = (None, None, None)
 
     @property
@@ -56,10 +50,8 @@ class Case:
 
     def arrays(self, seed: int = 0) -> tuple[Any, Any, Any, jax.Array]:
         """Weights, embeddings, parents and the cotangent."""
-        sizes = (self.batches, self.ks, self.m, self.n)
-        levels = problems.make_levels(*sizes, self.dtype, seed, self.index)
         rng, shape = np.random.default_rng(seed + 1), (self.batches[-1], self.m, self.n)
-        return *levels, problems.random_array(rng, shape, self.dtype)
+        return *self.arrays_of_levels(seed), problems.random_array(rng, shape, self.dtype)
 
 
 CASES = {
@@ -116,8 +108,7 @@ def assert_correct(found: Gradients, arrays: Sequence[Any], case: Case) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_interpreted_gradients_are_right_and_free_of_races(name, launches) -> None:
     case = CASES[name]
-    problem = LinearCompressionProblem(case.batches, case.ks, case.m, case.n, case.dtype)
-    assert case.config.illegal_reason(problem) is None
+    assert case.config.illegal_reason(case.problem) is None
     arrays = case.arrays()
     found = run(case, arrays)
     launches.assert_no_races(case.launches)

@@ -8,6 +8,7 @@ import interpreter
 import jax
 import jax.numpy as jnp
 import numpy as np
+import problems
 import pytest
 
 from ikbo_jax.pallas.hopper import mosaic
@@ -51,11 +52,7 @@ def check(case: Any) -> None:
     found = jax.block_until_ready((jax.jit(kernel) if mosaic.is_interpreted() else kernel)(*arrays))
     expected = reference.norm_linear(*options.values(), has_vectors, arrays)
     assert jax.tree.structure(reference.Projected(*found)) == jax.tree.structure(expected)
-    unit = float(jnp.finfo(dtype).eps)
-    for x, wanted in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
-        assert (x.shape, x.dtype) == (wanted.shape, wanted.dtype)
-        exact = np.asarray(wanted, np.float64)
-        np.testing.assert_allclose(np.asarray(x, np.float64), exact, rtol=2 * unit, atol=8 * unit)
+    jax.tree.map(problems.assert_within_units, reference.Projected(*found), expected)
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -105,8 +105,8 @@ CASES = {
         ((B, T, N, H), (U, S, N, H), (U, S, N, H), (B,)),
         (CANDIDATES, P(), P(), CANDIDATES),
         CANDIDATES,
-        # The gradient: statistics of query rows, then two launches.
-        (1, 4),
+        # The order of candidates, and the result. The gradient: statistics of query rows, then two.
+        (2, 5),
     ),
     # A list of tiles as well.
     "attention_by_user": (
@@ -114,7 +114,7 @@ CASES = {
         ((B, T, N, H), (U, S, N, H), (U, S, N, H), (B,)),
         (CANDIDATES, P(), P(), CANDIDATES),
         CANDIDATES,
-        (2, 5),
+        (3, 6),
     ),
     "linear_compression": (
         compress,
@@ -192,7 +192,7 @@ def of(*shape: int, dtype=BF16) -> jax.ShapeDtypeStruct:
 
 def model(w_cand, w_user, e_cand, e_user, query, history, index):
     out = ikbo.linear_compression(w_cand, w_user, e_cand, e_user, index)
-    return out, ikbo.attention(query, history, history, index)
+    return out, ikbo.attention(query, history, history, index, indices_are_sorted=True)
 
 
 def test_kernels_of_an_artefact_compile_as_those_of_jit(on_cpu, compiler: offline.Compiler) -> None:
@@ -225,7 +225,8 @@ def test_another_gpu_refuses_the_kernels(major: int, on_cpu, tmp_path, monkeypat
     driver = offline._STAND_IN_DRIVER.replace("? 9 :", f"? {major} :")
     monkeypatch.setattr(offline, "_STAND_IN_DRIVER", driver)
     shapes = (of(8, 64, 2, 64), of(2, 64, 2, 64), of(2, 64, 2, 64), of(8, dtype=INT))
-    exported = export.export(jax.jit(ikbo.attention), platforms=["cuda"])(*shapes)
+    attend = functools.partial(ikbo.attention, indices_are_sorted=True)
+    exported = export.export(jax.jit(attend), platforms=["cuda"])(*shapes)
     (module,) = offline.exported_modules(exported)
     with (
         contextlib.closing(offline.Compiler(tmp_path)) as other,

@@ -78,10 +78,10 @@ CASES = {
     "h128_two_slots": Case(Config(64, 2, 2, "launch", 64, 3), q_len=2),
     "h96_two_slots_f16": Case(Config(64, 2, 2, "launch", 64, 3), 96, q_len=2, dtype="float16"),
     "h128_stored": Case(Config(64, 3, 1, "stored", kv_stages=4)),
-    "h128_stored_tall": Case(Config(64, 3, 1, "stored", tall=True), dtype="float16"),
-    "h128_stored_in_chunks": Case(Config(64, 3, 1, "stored", tall=True), kv_len=16384, chunks=2),
+    "h128_stored_f16": Case(Config(64, 3, 1, "stored"), dtype="float16"),
+    "h128_stored_in_chunks": Case(Config(64, 3, 1, "stored"), kv_len=16384, chunks=2),
     "h96_stored_f32_sums": Case(Config(64, 3, 1, "stored"), 96, sum_dtype="float32"),
-    "h64_stored": Case(Config(128, 3, 1, "stored", kv_stages=4, tall=True), 64),
+    "h64_stored": Case(Config(128, 3, 1, "stored", kv_stages=4), 64),
     "h64_stored_overlapped": Case(Config(64, 4, 1, "stored", kv_stages=5), 64),
     "h128_stored_few_queries": Case(Config(16, 3, 2, "stored"), q_len=1, q_heads=8),
     "h128_f32_sums": Case(Config(64), sum_dtype="float32"),
@@ -95,9 +95,7 @@ CASES = {
     "h192_f32_sums": Case(Config(48, 3, 1, "launch", 48, 2), 192, sum_dtype="float32"),
     "h256_stored": Case(Config(48, 2, 1, "stored", 64, 3), 256),
     "h192_stored": Case(Config(64, 2, 1, "stored", 64, 4), 192, has_lengths=False),
-    "h192_stored_tall_f16": Case(
-        Config(64, 2, 1, "stored", 64, 2, tall=True), 192, dtype="float16"
-    ),
+    "h192_stored_f16": Case(Config(64, 2, 1, "stored", 64, 2), 192, dtype="float16"),
     "h256_stored_f32_sums": Case(
         Config(48, 2, 1, "stored", 64, 2, splits=2), 256, sum_dtype="float32"
     ),

@@ -87,7 +87,7 @@ GDPA = (of(256, N, H),) * 3 + (of(3, dtype=INT),)
 LINEAR, ATTEND, GDPA_FORWARD = "ikbo_linear_compression", "ikbo_attention", "ikbo_gdpa_forward"
 BACKWARD = f"{ATTEND}_backward"
 TILES = "ikbo_tile_list"
-FEW = "ikbo_few_queries_attention"
+FEW, ORDER = "ikbo_few_queries_attention", "ikbo_user_order"
 #: A function, its arrays, and the kernels of its program for Hopper.
 CASES: dict[str, tuple[Callable[..., Any], tuple[Any, ...], dict[str, int]]] = {
     "linear_compression": (ikbo.linear_compression, COMPRESSION, {LINEAR: 1}),
@@ -97,24 +97,24 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[Any, ...], dict[str, int]]] = {
         {LINEAR: 2, f"{LINEAR}_d_weight": 2, "ikbo_segment_sum": 1},
     ),
     "multilevel": (three_levels, LEVELS, {LINEAR: 2}),
-    "attention": (ikbo.attention, ATTENTION, {ATTEND: 1}),
+    "attention": (ikbo.attention, ATTENTION, {ORDER: 1, ATTEND: 1}),
     "attention_gradient": (
         gradient(ikbo.attention, 3),
         ATTENTION,
-        {ATTEND: 1, BACKWARD: 1, f"{BACKWARD}_statistics": 1, f"{BACKWARD}_parts": 1},
+        {ORDER: 1, ATTEND: 1, BACKWARD: 1, f"{BACKWARD}_statistics": 1, f"{BACKWARD}_parts": 1},
     ),
     "few_queries": (ikbo.attention, (of(B, 2, N, H), KEY, KEY, INDEX), {FEW: 1}),
     "attention_vmap": (
         jax.vmap(ikbo.attention, (0, None, None, 0)),
         (of(3, B, T, N, H), KEY, KEY, of(3, B, dtype=INT)),
-        {ATTEND: 1},
+        {ORDER: 1, ATTEND: 1},
     ),
     "lengths_and_own_tokens": (
         attend,
         (*ATTENTION, of(U, dtype=INT), of(B, 3, N, H), of(B, 3, N, H)),
-        {ATTEND: 1},
+        {ORDER: 1, ATTEND: 1},
     ),
-    "merged": (sharded_calls.attend_twice, ATTENTION, {ATTEND: 1}),
+    "merged": (sharded_calls.attend_twice, ATTENTION, {ORDER: 1, ATTEND: 1}),
     "gdpa": (act, GDPA, {TILES: 1, GDPA_FORWARD: 1}),
     # A gradient of a weighted sum needs the inputs alone.
     "gdpa_gradient": (
@@ -232,7 +232,7 @@ class TestMosaicGpu:
         return ikbo.attention(*arrays, implementation="mosaic_gpu")
 
     def test_lowers_for_cuda(self) -> None:
-        assert kernels_of(exported_for(["cuda"], self.attend, *ATTENTION)) == {ATTEND: 1}
+        assert kernels_of(exported_for(["cuda"], self.attend, *ATTENTION)) == CASES["attention"][2]
 
     @pytest.mark.parametrize("platforms", [["cpu"], BOTH])
     def test_does_not_lower_for_another_platform(self, platforms: Any) -> None:
@@ -297,14 +297,14 @@ class TestTarget:
             exported = exported_for(BOTH, ikbo.attention, *ATTENTION)
             (plan,) = ikbo.explain(ikbo.attention, *ATTENTION).plans
         assert plan.reason.endswith("only in a program that is lowered for CUDA")
-        assert kernels_of(exported) == {ATTEND: 1}
+        assert kernels_of(exported) == CASES["attention"][2]
         assert exported.call(*example(ATTENTION)).shape == QUERY.shape
 
 
 def test_constants_of_a_traced_function_are_planned_for_the_target() -> None:
     arrays = example(ATTENTION)
     exported = exported_for(["cuda"], lambda x: x + ikbo.attention(*arrays), QUERY)
-    assert kernels_of(exported) == {ATTEND: 1}
+    assert kernels_of(exported) == CASES["attention"][2]
 
 
 @pytest.mark.parametrize("name", ["attention_gradient", "gdpa_gradient"])
@@ -357,7 +357,7 @@ def test_layers() -> None:
 
     arrays = (of(B, T, 128), of(U, S, 128), INDEX, of(U + 1, dtype=INT))
     exported = exported_for(["cuda"], model, params, *arrays)
-    assert kernels_of(exported) == {ATTEND: 1, TILES: 1, GDPA_FORWARD: 1}
+    assert kernels_of(exported) == {ORDER: 1, ATTEND: 1, TILES: 1, GDPA_FORWARD: 1}
 
 
 SIZES = ranking.Sizes(

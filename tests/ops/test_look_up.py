@@ -1,7 +1,5 @@
 """`look_up` and `segment_sum` on the XLA path: results, gradients, vmap, devices, arguments."""
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -235,9 +233,6 @@ def test_every_configuration_of_the_ranking_is_legal() -> None:
                 problem = kind(batch, users, width, dtype)
                 for config in problem.configs():
                     assert config.illegal_reason(problem) is None
-                fields = dataclasses.asdict(problem)
-                assert kind.from_json(fields) == problem
-                assert problem.distance(problem) == 0
     assert "float64" in str(
         SegmentSumConfig().illegal_reason(SegmentSumProblem(1, 1, 1, "float64"))
     )

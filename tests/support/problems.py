@@ -1,5 +1,6 @@
 """Shapes, seeded inputs, oracles and the error rule, for the CPU and the GPU suites."""
 
+import dataclasses
 import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
@@ -7,6 +8,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+from ikbo_jax.problems import LinearCompressionProblem
 
 HALF_DTYPES = ("bfloat16", "float16")
 DTYPES = (*HALF_DTYPES, "float32")
@@ -157,6 +160,26 @@ def make_levels(
     return weights, embeddings, (None, *parents)
 
 
+@dataclasses.dataclass(frozen=True)
+class CompressionCase:
+    """A multi-level problem, and its `index` as `make_levels` takes it."""
+
+    batches: tuple[int, ...]
+    ks: tuple[int, ...]
+    m: int
+    n: int
+    _: dataclasses.KW_ONLY
+    index: str | tuple[int, ...] = "unsorted"
+    dtype: str = "bfloat16"
+
+    @property
+    def problem(self) -> LinearCompressionProblem:
+        return LinearCompressionProblem(self.batches, self.ks, self.m, self.n, self.dtype)
+
+    def arrays_of_levels(self, seed: int = 0) -> tuple[tuple, tuple, tuple]:
+        return make_levels(self.batches, self.ks, self.m, self.n, self.dtype, seed, self.index)
+
+
 class AttentionShape(NamedTuple):
     """Sizes of a broadcast attention, the kind of its index (see `ragged_index`), its lengths.
 
@@ -269,6 +292,13 @@ def assert_near(found: Any, expected: Any, part: float) -> None:
     for x, y in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
         x, y = (np.asarray(array, np.float32) for array in (x, y))
         np.testing.assert_allclose(x, y, rtol=0, atol=part * np.abs(y).max())
+
+
+def assert_within_units(found: jax.Array, wanted: jax.Array) -> None:
+    """Both have the same shape and dtype, and differ by some roundings at most."""
+    assert (found.shape, found.dtype) == (wanted.shape, wanted.dtype)
+    unit, exact = float(jnp.finfo(wanted.dtype).eps), np.asarray(wanted, np.float64)
+    np.testing.assert_allclose(np.asarray(found, np.float64), exact, rtol=2 * unit, atol=8 * unit)
 
 
 def assert_within_error_rule(actual: Any, oracle: Any, same_dtype_jnp: Any) -> None:

@@ -89,8 +89,7 @@ def gradients() -> Iterator[Replayed]:
         problem = AttentionBackwardProblem(*sizes, "bfloat16")
         assert not small_configs(problem)
         config = chosen(problem)
-        tall = (True,) if config.tall else ()
-        fields = config.d_query, config.block_q, config.stages, config.kv_slots, *tall
+        fields = config.d_query, config.block_q, config.stages, config.kv_slots
         yield times.get(fields), [*times.values()]
 
 

@@ -65,7 +65,7 @@ def test_sizes_of_nothing_have_no_configuration_or_a_legal_one(name):
 def test_row_of_another_head_width_says_nothing(builtin):
     builtin(row(at(head_dim=64), other(DEFAULT)))
     asked = at(head_dim=192)
-    assert table.distance(at(head_dim=64), asked) == float("inf")
+    assert at(head_dim=64).distance(asked) == float("inf")
     choice = table.lookup(asked)
     assert (choice.config, choice.source) == (asked.default_config(), "default")
 

@@ -163,9 +163,9 @@ def test_candidates_are_legal_and_begin_with_the_default(problem, builtin):
             assert len({getattr(config, field.name) for config in found}) > 1, field.name
 
 
-def test_a_near_row_is_used_unless_its_tiles_pad_too_much(builtin):
+def test_a_near_row_is_used(builtin):
     builtin(row(LINEAR, OTHER_LINEAR))
-    near = dataclasses.replace(LINEAR, batches=(18, 900), n=224)
+    near = dataclasses.replace(LINEAR, batches=(18, 900))
     choice = table.lookup(near)
     assert (choice.config, choice.exact) == (OTHER_LINEAR, False)
     assert "sm90.json, nearest row" in choice.reason

@@ -77,7 +77,7 @@ def test_rows_of_all_ops_share_the_users_cache():
 
 @pytest.mark.parametrize(("result", "gradient"), GRADIENTS.items(), ids=map(op_of, GRADIENTS))
 def test_rows_of_one_direction_say_nothing_about_the_other(result, gradient, builtin):
-    assert table.distance(result, gradient) == table.distance(gradient, result) == float("inf")
+    assert result.distance(gradient) == gradient.distance(result) == float("inf")
     builtin(row(result), row(gradient, other(gradient)))
     assert table.lookup(gradient).config == other(gradient)
     assert table.lookup(result).config == result.default_config()

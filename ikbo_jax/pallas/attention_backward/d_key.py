@@ -2,17 +2,16 @@
 
     d_key = scale * dS.T @ query
 
-An item is a tile of 128 or 256 keys of one part of a user's rows and one key head. d_key stays in
+An item is a tile of 128 keys of one part of a user's rows and one key head. d_key stays in
 registers, while blocks of 64 of the user's queries, and the gradients of their scores, follow one
-another; rows past the last of the user's part are zeroed. Tiles of 64 keys past the user's length
-get zeros.
+another; rows past the last of the user's part are zeroed. A consumer whose 64 keys are past the
+user's length stores zeros.
 
 Warpgroups and synchronisations are those of `stored`; a slot of items may have the end instead.
 """
 
 import dataclasses
 import functools
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -24,7 +23,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from ikbo_jax.pallas.attention_backward import products
 from ikbo_jax.pallas.attention_backward import rows as query_rows
 from ikbo_jax.pallas.attention_backward.context import (
-    BLOCKS,
     HEAD,
     KEYS,
     PART,
@@ -35,12 +33,11 @@ from ikbo_jax.pallas.attention_backward.context import (
     receive_items,
     send_items,
 )
-from ikbo_jax.pallas.hopper import mma, mosaic, operand_tiles, stores, turns
+from ikbo_jax.pallas.hopper import mosaic, operand_tiles, stores
 from ikbo_jax.pallas.hopper.launch import Roles, WarpgroupContext, launch
-from ikbo_jax.pallas.hopper.visible import Visible
 from ikbo_jax.pallas.worklist.numbering import USER_WORDS
 from ikbo_jax.problems.attention_backward import AttentionBackwardConfig
-from ikbo_jax.problems.hopper import NUM_CONSUMERS, WGMMA_M
+from ikbo_jax.problems.hopper import NUM_CONSUMERS, TILE_ROWS, WGMMA_M
 
 #: Query rows of a block: WGMMA reads an operand tile of gradients of scores.
 BLOCK_ROWS = WGMMA_M
@@ -59,14 +56,9 @@ class Context(WarpgroupContext):
     """The context of a warpgroup; a *step* numbers the blocks of queries that the CTA loads."""
 
     @property
-    def key_tiles(self) -> int:
-        """Tiles of 64 keys of both consumers."""
-        return NUM_CONSUMERS * int(self.config.query_tiles)
-
-    @property
     def tiles(self) -> int:
         """Items of a part of a user's rows and a key head."""
-        return pl.cdiv(self.shape.kv_len, self.key_tiles * WGMMA_M)
+        return pl.cdiv(self.shape.kv_len, TILE_ROWS)
 
     @property
     def items(self) -> int:
@@ -79,10 +71,10 @@ def _send_item(ctx: Context, item: Any, number: Any, step: Any) -> Any:
     tile, rest = lax.rem(number, ctx.tiles), lax.div(number, ctx.tiles)
     head, part = lax.rem(rest, shape.kv_heads), lax.div(rest, shape.kv_heads)
     first_row, rows, target, keys = (operands.users[part, i] for i in range(USER_WORDS))
-    keys = keys - (shape.first_key + tile * ctx.key_tiles * WGMMA_M)
+    keys = keys - (shape.first_key + tile * TILE_ROWS)
     blocks = jnp.where(keys > 0, pl.cdiv(rows, BLOCK_ROWS), 0)
     shared.items.send_words(item, (blocks, rows, part, head, tile, keys), after=shared.items)
-    first_plane = head * shape.kv_tiles * NUM_CONSUMERS + tile * ctx.key_tiles
+    first_plane = head * shape.kv_tiles * NUM_CONSUMERS + tile * NUM_CONSUMERS
     last = lax.div(jnp.maximum(keys - 1, 0), WGMMA_M)
 
     @pl.loop(0, blocks)
@@ -90,12 +82,12 @@ def _send_item(ctx: Context, item: Any, number: Any, step: Any) -> Any:
         ring, begin = shared.blocks, block * BLOCK_ROWS
         ring.await_free(step + block)
         ready, tiles = ring.ready_at(step + block), ring.copied(step + block)
-        for i in range(ctx.key_tiles):
+        for i in range(NUM_CONSUMERS):
             # A tile without keys reads the last one that has some, which comes from L2.
             plane = first_plane + jnp.minimum(i, last)
             source = operands.d_scores.at[plane, pl.ds(target + begin, BLOCK_ROWS)]
             plgpu.copy_gmem_to_smem(source, tiles.at[i], ready)
-        columns = tiles.at[pl.ds(ctx.key_tiles, shape.column_blocks)]
+        columns = tiles.at[pl.ds(NUM_CONSUMERS, shape.column_blocks)]
         ctx.load(operands.query, (pl.ds(first_row + begin, BLOCK_ROWS), head), columns, ready)
 
     return step + blocks
@@ -109,82 +101,33 @@ def _produce(ctx: Context) -> None:
     ctx.shared.items.drain()
 
 
-def _receive_block(ctx: Context, rows: Any, block: Any, step: Any) -> None:
-    """Waits for a block; zeroes the rows past the last one, which belong to others."""
-    ctx.shared.blocks.await_ready(step)
-    visible = Visible.in_block(rows, block, BLOCK_ROWS)
-
-    @pl.when(visible.is_partial)
-    def _() -> None:
-        number = ctx.config.query_tiles
-        consumer = mosaic.warpgroup_index()
-        tiles = ctx.shared.blocks.matrix(step)
-        d_scores = tiles.at[pl.ds(consumer * number, number)]
-        visible.zero_rest(d_scores)
-
-        @pl.when(consumer == 0)
-        def _() -> None:
-            queries = tiles.at[pl.ds(ctx.key_tiles, ctx.shape.column_blocks)]
-            visible.zero_rest(queries)
-
-        plgpu.commit_smem()
-        turns.synchronise_consumers()
-
-
-def _multiply(ctx: Context, item: Any, first_step: Any, totals: Any) -> Any:
-    number = ctx.config.query_tiles
-    consumer = mosaic.warpgroup_index()
-    blocks, rows = ctx.shared.items.word(item, BLOCKS), ctx.shared.items.word(item, ROWS)
-
-    def add(block: Any, step: Any, totals: Any) -> Any:
-        _receive_block(ctx, rows, block, step)
-        tiles = ctx.shared.blocks.matrix(step)
-        queries = tiles.at[pl.ds(ctx.key_tiles, ctx.shape.column_blocks)]
-        return tuple(
-            mma.add_tile_product(
-                total, tiles.at[consumer * number + i], queries, is_transposed=True
-            )
-            for i, total in enumerate(totals)
-        )
-
-    return products.over_blocks(ctx, blocks, first_step, totals, add)
-
-
 def _tile(ctx: Context, item: Any, blocks: Any, first_step: Any) -> None:
-
-    def store(sums: Iterator[jax.Array]) -> None:
-        _store(ctx, item, [x * jnp.float32(ctx.shape.scale) for x in list(sums)])
-
-    multiply = functools.partial(_multiply, ctx, item, first_step)
-    products.store_sums(ctx, blocks, first_step, multiply, store)
+    rows, store = ctx.shared.items.word(item, ROWS), functools.partial(_store, ctx, item)
+    products.sum_over_blocks(ctx, blocks, first_step, rows, store, is_transposed=True)
 
 
-def _store(ctx: Context, item: Any, sums: list[jax.Array]) -> None:
-    """Stores the gradients of each tile of 64 keys, zeros past the length; frees the item."""
+def _store(ctx: Context, item: Any, total: jax.Array) -> None:
+    """Stores the gradients of the consumer's 64 keys, zeros past the length; frees the item."""
     shape, shared, (target,) = ctx.shape, ctx.shared, ctx.outputs
     part, head, tile, keys = (ctx.shared.items.word(item, i) for i in (PART, HEAD, TILE, KEYS))
     consumer = mosaic.warpgroup_index()
-    is_f32 = target.dtype == jnp.float32
-    if not is_f32:
+    if target.dtype != jnp.float32:
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # of the item before
-    for i, total in enumerate(sums):
-        number = consumer * ctx.config.query_tiles + i
-        total = jnp.where(number * WGMMA_M < keys, total, jnp.float32(0))
-        first = (tile * ctx.key_tiles + number) * WGMMA_M
-        if is_f32:
-            rows = jnp.clip(shape.kv_len - first, 0, WGMMA_M)
-            place = (part * shape.kv_len + first, head, jnp.int32(0), rows)
-            stores.store_rows(target, total, *place)
-            continue
-        values, staged = total.astype(target.dtype), shared.result[0].at[number]
+    total = jnp.where(consumer * WGMMA_M < keys, total, jnp.float32(0))
+    first = (tile * NUM_CONSUMERS + consumer) * WGMMA_M
+    if target.dtype == jnp.float32:
+        rows = jnp.clip(shape.kv_len - first, 0, WGMMA_M)
+        place = (part * shape.kv_len + first, head, jnp.int32(0), rows)
+        stores.store_rows(target, total, *place)
+    else:
+        values, staged = total.astype(target.dtype), shared.result[0].at[consumer]
         for block, columns in enumerate(operand_tiles.column_blocks(values, shape.column_blocks)):
-            view = staged.at[pl.ds(block, 1)]
-            operand_tiles.stage_rows(view, columns, reads_late=True)
+            operand_tiles.stage_rows(staged.at[pl.ds(block, 1)], columns, reads_late=True)
         plgpu.commit_smem()
 
         @pl.when(first < shape.kv_len)
-        def _(number: Any = number, first: Any = first) -> None:
-            tiles = shared.result[1].at[number]
+        def _() -> None:
+            tiles = shared.result[1].at[consumer]
             ctx.store(tiles, target, (part, pl.ds(first, WGMMA_M), head))
 
     shared.items.release(item)

@@ -1,20 +1,20 @@
 """WGMMA products of the attention backward kernels that `hopper.mma` does not have."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith
 
-from ikbo_jax.pallas.hopper import inline, mma, mosaic
+from ikbo_jax.pallas.hopper import inline, mma, mosaic, turns
 from ikbo_jax.pallas.hopper.launch import WarpgroupContext
-from ikbo_jax.problems.hopper import NUM_CONSUMERS, WGMMA_K, WGMMA_M
+from ikbo_jax.pallas.hopper.visible import Visible
+from ikbo_jax.problems.hopper import BLOCK_K, NUM_CONSUMERS, WGMMA_K, WGMMA_M
 
 #: Bytes of WGMMA_K rows of an operand tile.
 STEP_BYTES = WGMMA_K * mosaic.SWIZZLE
@@ -66,56 +66,62 @@ def sum_over_keys(keys: Any, d_scores: Any, column_block: Any, rows: Any) -> Any
     return issue(keys, d_scores, column_block, begin)
 
 
-def over_blocks(
-    ctx: WarpgroupContext, blocks: Any, first_step: Any, totals: Any, add: Callable[..., Any]
-) -> Any:
-    """Adds the products of all blocks to a consumer's tiles.
-
-    `add(block, step, totals)` waits for a block, and issues a group of products for each tile; the
-    block is freed when the next one's are issued.
-    """
-
-    def one_block(block: Any, totals: Any) -> Any:
-        step = first_step + block
-        found = add(block, step, totals)
-        mma.wait(ctx.config.query_tiles)
-        pl.when(block > 0)(lambda: ctx.shared.blocks.release(step - 1))
-        return found
-
-    if ctx.interpret:
-        pl.loop(0, blocks)(lambda block: one_block(block, totals) and None)
-        return totals
-    return lax.fori_loop(0, blocks, one_block, totals)
-
-
-def store_sums(
+def sum_over_blocks(
     ctx: WarpgroupContext,
     blocks: Any,
     first_step: Any,
-    multiply: Callable[[Any], Any],
-    store: Callable[[Iterator[jax.Array]], None],
+    length: Any,
+    store: Callable[[jax.Array], None],
+    *,
+    is_transposed: bool = False,
 ) -> None:
-    """Calls `multiply` with zeros, to which it adds all blocks, then `store` with the sums."""
-    shape, number = ctx.shape, ctx.config.query_tiles
+    """Calls `store` with scale * dS @ rows, [64, H] f32, of the blocks of 64 rows from a step on.
 
-    def finish(totals: Any) -> None:
+    A slot has stored gradients of scores, of 64 queries by 64 keys for each consumer, then the
+    blocks of columns of 64 keys, or of 64 queries if `is_transposed`: then of dS.T. Rows from
+    `length` on are zeroed: they are others', or may be NaN. A block is freed when the next one's
+    products are issued.
+    """
+    ring, width, consumer = ctx.shared.blocks, ctx.shape.head_dim, mosaic.warpgroup_index()
+
+    def rows_of(step: Any) -> Any:
+        return ring.matrix(step).at[pl.ds(NUM_CONSUMERS, ctx.shape.column_blocks)]
+
+    def receive(block: Any, step: Any) -> None:
+        ring.await_ready(step)
+        visible = Visible.in_block(length, block, BLOCK_K)
+
+        @pl.when(visible.is_partial)
+        def _() -> None:
+            if is_transposed:
+                visible.zero_rest(ring.matrix(step).at[pl.ds(consumer, 1)])
+            pl.when(consumer == 0)(lambda: visible.zero_rest(rows_of(step)))
+            plgpu.commit_smem()
+            turns.synchronise_consumers()
+
+    def one_block(block: Any, total: Any) -> Any:
+        step = first_step + block
+        receive(block, step)
+        d_scores = ring.matrix(step).at[consumer]
+        total = mma.add_tile_product(total, d_scores, rows_of(step), is_transposed=is_transposed)
+        mma.wait(1)
+        pl.when(block > 0)(lambda: ring.release(step - 1))
+        return total
+
+    def finish(total: Any) -> None:
         mma.wait(0)
-        pl.when(blocks > 0)(lambda: ctx.shared.blocks.release(first_step + blocks - 1))
-        store(mma.after_wait(x) for x in totals)
+        pl.when(blocks > 0)(lambda: ring.release(first_step + blocks - 1))
+        store(mma.after_wait(total) * jnp.float32(ctx.shape.scale))
 
     if not ctx.interpret:
-        zeros = tuple(mma.zeros(shape.head_dim, jnp.float32) for _ in range(number))
-        finish(multiply(zeros))
+        finish(mma.accumulate(0, blocks, one_block, mma.zeros(width, jnp.float32)))
         return
 
     def with_accumulators(*parts: Any) -> None:
-        count = shape.column_blocks
-        tiles = [parts[i * count :][:count] for i in range(number)]
-        multiply(tiles)
-        read = [jnp.concatenate([x[...] for x in tile], axis=1) for tile in tiles]
-        finish([x[:, : shape.head_dim] for x in read])
+        mma.accumulate(0, blocks, one_block, parts)
+        finish(jnp.concatenate([x[...] for x in parts], axis=1)[:, :width])
 
-    accumulators = [plgpu.ACC((WGMMA_M, WGMMA_M))] * (number * shape.column_blocks)
+    accumulators = [plgpu.ACC((WGMMA_M, WGMMA_M))] * ctx.shape.column_blocks
     pl.run_scoped(with_accumulators, *accumulators)
 
 

@@ -2,12 +2,11 @@
 
     d_query = scale * dS @ key
 
-An item is a tile of 128 or 256 query rows of one user and key head. d_query stays in registers,
-while blocks of 64 of the user's keys, and the gradients of their scores, follow one another. Device
+An item is a tile of 128 query rows of one user and key head. d_query stays in registers, while
+blocks of 64 of the user's keys, and the gradients of their scores, follow one another. Device
 memory limits it.
 
-Warpgroups: 0 and 1 are the consumers, with one or two tiles of 64 rows each; one warp of warpgroup
-2 is the producer.
+Warpgroups: 0 and 1 are the consumers, with 64 rows each; one warp of warpgroup 2 is the producer.
 
 Synchronisations:
   1. `items_ready[s]`, `items_free[s]`    slot s has an item's descriptor.
@@ -17,7 +16,6 @@ Synchronisations:
 
 import dataclasses
 import functools
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -28,9 +26,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ikbo_jax.pallas.attention_backward import products
 from ikbo_jax.pallas.attention_backward.context import Operands, Shape
-from ikbo_jax.pallas.hopper import mma, mosaic, operand_tiles, stores, turns
+from ikbo_jax.pallas.hopper import mosaic, operand_tiles, stores
 from ikbo_jax.pallas.hopper.launch import Roles, WarpgroupContext, launch
-from ikbo_jax.pallas.hopper.visible import Visible
 from ikbo_jax.pallas.worklist.numbering import TILE_WORDS
 from ikbo_jax.problems.attention_backward import STORED_BLOCK_KV, AttentionBackwardConfig
 from ikbo_jax.problems.hopper import NUM_CONSUMERS, WGMMA_M
@@ -54,11 +51,6 @@ class Context(WarpgroupContext):
 
     def blocks(self, keys: Any) -> Any:
         return pl.cdiv(keys, STORED_BLOCK_KV)
-
-    @property
-    def query_tiles(self) -> int:
-        """Tiles of 64 query rows of both consumers."""
-        return NUM_CONSUMERS * int(self.config.query_tiles)
 
     @property
     def items(self) -> Any:
@@ -88,12 +80,12 @@ def _send_item(ctx: Context, item: Any, step: Any) -> Any:
         ring.await_free(step + block)
         ready, tiles = ring.ready_at(step + block), ring.copied(step + block)
         plane = head * shape.kv_tiles * NUM_CONSUMERS + block
-        for i in range(ctx.query_tiles):
+        for i in range(NUM_CONSUMERS):
             # A tile without rows reads the last one that has some, which comes from L2.
             row = words[TARGET] + jnp.minimum(i, last_tile) * WGMMA_M
             source = operands.d_scores.at[plane, pl.ds(row, WGMMA_M)]
             plgpu.copy_gmem_to_smem(source, tiles.at[i], ready)
-        columns = tiles.at[pl.ds(ctx.query_tiles, shape.column_blocks)]
+        columns = tiles.at[pl.ds(NUM_CONSUMERS, shape.column_blocks)]
         index = (words[USER], pl.ds(first, STORED_BLOCK_KV), head)
         ctx.load(operands.key, index, columns, ready)
 
@@ -107,41 +99,6 @@ def _produce(ctx: Context) -> None:
     ctx.shared.items.drain()
 
 
-def _keys(ctx: Context, step: Any) -> Any:
-    tiles = pl.ds(ctx.query_tiles, ctx.shape.column_blocks)
-    return ctx.shared.blocks.matrix(step).at[tiles]
-
-
-def _receive_block(ctx: Context, keys: Any, block: Any, step: Any) -> None:
-    """Waits for a block; zeroes keys past the user's length, which may be NaN."""
-    ctx.shared.blocks.await_ready(step)
-    visible = Visible.in_block(keys, block, STORED_BLOCK_KV)
-
-    @pl.when(visible.is_partial)
-    def _() -> None:
-        @pl.when(mosaic.warpgroup_index() == 0)
-        def _() -> None:
-            visible.zero_rest(_keys(ctx, step))
-
-        plgpu.commit_smem()
-        turns.synchronise_consumers()
-
-
-def _multiply(ctx: Context, keys: Any, first_step: Any, totals: Any) -> Any:
-    number = ctx.config.query_tiles
-    consumer = mosaic.warpgroup_index()
-
-    def add(block: Any, step: Any, totals: Any) -> Any:
-        _receive_block(ctx, keys, block, step)
-        d_scores = ctx.shared.blocks.matrix(step)
-        return tuple(
-            mma.add_tile_product(total, d_scores.at[consumer * number + i], _keys(ctx, step))
-            for i, total in enumerate(totals)
-        )
-
-    return products.over_blocks(ctx, ctx.blocks(keys), first_step, totals, add)
-
-
 def _tile(ctx: Context, item: Any, first_step: Any) -> Any:
     """Computes and stores a tile; returns the next tile's first step."""
     shared = ctx.shared
@@ -150,50 +107,41 @@ def _tile(ctx: Context, item: Any, first_step: Any) -> Any:
         shared.items.word(item, i) for i in (FIRST_ROW, ROWS, KEYS, HEAD)
     )
     blocks = ctx.blocks(keys)
-    multiply = functools.partial(_multiply, ctx, keys, first_step)
-
-    def store(sums: Iterator[jax.Array]) -> None:
-        scale = jnp.float32(ctx.shape.scale)
-        _store(ctx, (first_row, head), rows, [x * scale for x in sums])
-
-    products.store_sums(ctx, blocks, first_step, multiply, store)
+    store = functools.partial(_store, ctx, (first_row, head), rows)
+    products.sum_over_blocks(ctx, blocks, first_step, keys, store)
     # All threads have read the descriptor: the warpgroup synchronised when the result was staged.
     shared.items.release(item)
     return first_step + blocks
 
 
-def _store(ctx: Context, place: tuple[Any, Any], rows: Any, totals: list[jax.Array]) -> None:
-    """Stages each tile of 64 rows; TMA stores those that are full, if rows stay side by side."""
+def _store(ctx: Context, place: tuple[Any, Any], rows: Any, total: jax.Array) -> None:
+    """Stages the consumer's 64 rows; TMA stores all of them, if they stay side by side."""
     consumer = mosaic.warpgroup_index()
     order = ctx.shape.row_order(ctx.operands.order)
+    first = consumer * WGMMA_M
     if ctx.outputs[0].dtype == jnp.float32:
-        for i, total in enumerate(totals):
-            first = (consumer * ctx.config.query_tiles + i) * WGMMA_M
-            left = jnp.clip(rows - first, 0, WGMMA_M)
-            target = (place[0] + first, place[1], jnp.int32(0), left)
-            stores.store_rows(ctx.outputs[0], total, *target, order=order)
+        left = jnp.clip(rows - first, 0, WGMMA_M)
+        position = place[0] + first, place[1], jnp.int32(0), left
+        stores.store_rows(ctx.outputs[0], total, *position, order=order)
         plgpu.commit_smem()
         return
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # of the item before
-    for i, total in enumerate(totals):
-        number = consumer * ctx.config.query_tiles + i
-        staged = tuple(view.at[number] for view in ctx.shared.result)
-        values = total.astype(ctx.outputs[0].dtype)
-        for block, part in enumerate(operand_tiles.column_blocks(values, ctx.shape.column_blocks)):
-            view = staged[0].at[pl.ds(block, 1)]
-            operand_tiles.stage_rows(view, part, reads_late=True)
-        plgpu.commit_smem()
-        left = jnp.clip(rows - number * WGMMA_M, 0, WGMMA_M)
-        stores.store_staged(
-            ctx,
-            [staged],
-            ctx.outputs,
-            (place[0] + number * WGMMA_M, place[1]),
-            (jnp.int32(0), left),
-            is_full=left == WGMMA_M,
-            is_partial=left < WGMMA_M,
-            order=order,
-        )
+    staged = tuple(view.at[consumer] for view in ctx.shared.result)
+    values = total.astype(ctx.outputs[0].dtype)
+    for block, part in enumerate(operand_tiles.column_blocks(values, ctx.shape.column_blocks)):
+        operand_tiles.stage_rows(staged[0].at[pl.ds(block, 1)], part, reads_late=True)
+    plgpu.commit_smem()
+    left = jnp.clip(rows - first, 0, WGMMA_M)
+    stores.store_staged(
+        ctx,
+        [staged],
+        ctx.outputs,
+        (place[0] + first, place[1]),
+        (jnp.int32(0), left),
+        is_full=left == WGMMA_M,
+        is_partial=left < WGMMA_M,
+        order=order,
+    )
 
 
 def _consume(ctx: Context) -> None:

@@ -130,9 +130,9 @@ def attention_kernel(
     warpgroup_tiles = pl.cdiv(batch * q_len, WGMMA_M)
     row_tiles = most_row_tiles = pl.cdiv(batch * q_len, TILE_ROWS)
     cuts = cut_counts = None
-    # Beyond MAX_COUNTED tiles, every CTA has so many that long and short ones average out.
+    # Beyond MAX_CUT tiles, every CTA has so many that long and short ones average out.
     is_cut = config.balance and q_len % TILE_ROWS == WGMMA_M and users > 1
-    if is_cut and 1 < warpgroup_tiles <= work_order.MAX_COUNTED:
+    if is_cut and 1 < warpgroup_tiles <= work_order.MAX_CUT:
         in_order = jnp.clip(_users_in_order(cand_to_user, order), 0, users - 1)
         cuts, cut_counts = work_order.cuts(in_order, q_len // WGMMA_M)
         most_row_tiles = warpgroup_tiles

@@ -49,7 +49,7 @@ from ikbo_jax.pallas.hopper.row_vectors import Rows, Words
 from ikbo_jax.pallas.look_up import parts
 from ikbo_jax.pallas.look_up.listing import Listed, list_users
 from ikbo_jax.pallas.look_up.parts import Operands, Own, Part, Shape
-from ikbo_jax.pallas.worklist import counted_order, scan, work_order
+from ikbo_jax.pallas.worklist import counted_order, scan
 from ikbo_jax.problems import memory
 from ikbo_jax.problems.hopper import WARPGROUP_SIZE
 from ikbo_jax.problems.look_up import STREAMED_BYTES, SegmentSumConfig, vector_words
@@ -340,11 +340,8 @@ def _order(index: jax.Array, users: int, *, as_it_is: bool) -> tuple[jax.Array, 
     """Puts candidates into user order, unless `as_it_is`; returns users, and the order or None."""
     if as_it_is or users == 1:
         return index, None
-    if counted_order.fits(index.shape[0], users) and not mosaic.is_interpreted():
-        found = counted_order.count_order(None, index, users)
-        return found.user, found.order
-    order = work_order.by_user(jnp.clip(index, 0, users - 1))
-    return index[order], order
+    found = counted_order.ordered(None, index, users)
+    return found.user, found.order
 
 
 def segment_sum_kernel(

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ikbo_jax.pallas.hopper import mosaic
-from ikbo_jax.pallas.worklist import counted_order, work_order
+from ikbo_jax.pallas.worklist import counted_order
 from ikbo_jax.pallas.worklist.keys_of_tile import keys_of_tile
 from ikbo_jax.pallas.worklist.lists import (
     KV_LENGTH,
@@ -139,10 +139,7 @@ def works(offsets: Offsets, settings: WorkSettings) -> Works:
     end = begin + 1
     if offsets.q_to_kv is not None:  # every n-th sequence of queries belongs to copy n of the keys
         kv_of = kv_of + number % parts * batch_kv
-        if mosaic.is_interpreted():
-            order = work_order.by_user(kv_of)
-        else:
-            order = counted_order.by_user(kv_of, batch_kv * parts)
+        order = counted_order.ordered(None, kv_of, batch_kv * parts).order
         q, statistics = _Rows(*(x[order] for x in q)), statistics[order]
         end = jagged.search_right(kv_of[order], begin)
         begin = jnp.concatenate([jnp.zeros_like(end, shape=1), end[:-1]])

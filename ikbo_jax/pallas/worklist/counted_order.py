@@ -1,4 +1,4 @@
-"""Orders many candidates by user in one launch that counts in shared memory.
+"""Orders candidates by user in one launch that counts in shared memory, and copies their queries.
 
 XLA sorts an index of 4,700 to 11,000 candidates in 55 us on an H100, where attention takes 10 to 40
 us. Here each CTA, of four warpgroups, owns a range of neighbouring candidates:
@@ -25,10 +25,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith
 
-from ikbo_jax.pallas.hopper import per_thread, stores
+from ikbo_jax.pallas.hopper import mosaic, per_thread, stores
 from ikbo_jax.pallas.hopper.launch import WarpgroupContext, launch_threads
 from ikbo_jax.pallas.hopper.per_thread import VECTOR, Threads, same, select
-from ikbo_jax.pallas.worklist import work_order
 from ikbo_jax.pallas.worklist.scan import running_sums
 from ikbo_jax.problems import memory
 from ikbo_jax.problems.hopper import WARPGROUP_SIZE
@@ -45,6 +44,9 @@ MOST_CTAS = 132
 _LINE = 128
 #: Vectors of a round that compares users.
 _UNROLL = 4
+#: Most bytes of queries that the launch copies, which takes 22 us at 3 TB/s. XLA copies larger ones
+#: as fast as memory allows, and its launch of 2 us is little beside that.
+MOST_COPIED = 2**25
 #: Accesses of 16 bytes of a thread that are in flight at once, and 16-bit numbers of an access.
 ACCESSES, ELEMENTS = 4, 8
 
@@ -104,15 +106,28 @@ def fits(batch: int, users: int) -> bool:
     return batch <= MOST_CANDIDATES and users <= MOST_USERS
 
 
-def by_user(cand_to_user: jax.Array, users: int) -> jax.Array:
-    """Orders candidates by user; returns the caller's number of each candidate, [B] int32.
+def ordered(
+    query: jax.Array | None, index: jax.Array, users: int, *, has_position: bool = False
+) -> Order:
+    """Orders candidates by user, and copies their queries, if given.
 
-    The order is stable, unless XLA sorts the candidates and users below 0 are among them.
+    The order is stable. `index` [B] int32 is clamped to [0, users). `query` [B, T, N, H] has 16
+    bits, H is a multiple of 8. XLA copies large queries, and sorts what the launch does not take.
     """
-    batch = cand_to_user.shape[0]
-    if batch <= work_order.MAX_COUNTED or not fits(batch, users):
-        return work_order.by_user(cand_to_user)
-    return count_order(None, cand_to_user, users).order
+    copied = query
+    if query is not None and query.size * query.dtype.itemsize > MOST_COPIED:
+        copied = None
+    if fits(index.shape[0], users) and not mosaic.is_interpreted():
+        found = count_order(copied, index, users, has_position=has_position)
+    else:
+        user = jnp.clip(index, 0, users - 1)
+        order = jnp.argsort(user).astype(jnp.int32)
+        number = jnp.arange(index.shape[0], dtype=jnp.int32)
+        position = jnp.zeros_like(number).at[order].set(number, unique_indices=True)
+        found = Order(None, user[order], order, position if has_position else None)
+    if query is not None and found.query is None:
+        found = found._replace(query=query[found.order])
+    return found
 
 
 def count_order(

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ikbo_jax.pallas.hopper import mosaic
 from ikbo_jax.pallas.worklist import counted_order, numbering, work_order
 from ikbo_jax.pallas.worklist.numbering import TILE_WORDS, USER_WORDS, Sizes
 from ikbo_jax.reference import jagged
@@ -65,28 +64,19 @@ def make_rows(cand_to_user: jax.Array, lengths: jax.Array | None, sizes: Sizes) 
     `cand_to_user` [B] and `lengths` [U] int32 are clamped; lengths of None are kv_len.
     """
     if not numbering.fits(sizes):
-        return by_xla(cand_to_user, lengths, sizes, orders_by_launch=not mosaic.is_interpreted())
-    placed = _order(cand_to_user, sizes, by_launch=not mosaic.is_interpreted())
+        return by_xla(cand_to_user, lengths, sizes)
+    placed = _order(cand_to_user, sizes)
     operands = numbering.Operands(cand_to_user, lengths)
     found = numbering.numbering_kernel(operands, sizes)
     return described(cand_to_user, *placed, found)
 
 
-def _order(
-    index: jax.Array, sizes: Sizes, *, by_launch: bool
-) -> tuple[jax.Array | None, jax.Array | None]:
-    """Computes `Rows.order` and `Rows.position`; `by_launch` permits a launch."""
+def _order(index: jax.Array, sizes: Sizes) -> tuple[jax.Array | None, jax.Array | None]:
+    """Computes `Rows.order` and `Rows.position`."""
     if sizes.is_sorted:
         return None, None
-    if sizes.batch <= work_order.MAX_COUNTED:
-        position = work_order.ranks(jnp.clip(index, 0, sizes.users - 1))
-        return work_order.inverse(position), position
-    if by_launch and counted_order.fits(sizes.batch, sizes.users):
-        found = counted_order.count_order(None, index, sizes.users, has_position=True)
-        return found.order, found.position
-    order = work_order.by_user(index)
-    number = jnp.arange(sizes.batch, dtype=jnp.int32)
-    return order, jnp.zeros_like(number).at[order].set(number, unique_indices=True)
+    found = counted_order.ordered(None, index, sizes.users, has_position=True)
+    return found.order, found.position
 
 
 def described(
@@ -99,15 +89,9 @@ def described(
     return Rows(index, order, position, users, parts, tiles, found.poison)
 
 
-def by_xla(
-    cand_to_user: jax.Array,
-    lengths: jax.Array | None,
-    sizes: Sizes,
-    *,
-    orders_by_launch: bool = False,
-) -> Rows:
-    """Numbers the rows, as `make_rows` does, by XLA; a launch may still order many candidates."""
-    placed = _order(cand_to_user, sizes, by_launch=orders_by_launch)
+def by_xla(cand_to_user: jax.Array, lengths: jax.Array | None, sizes: Sizes) -> Rows:
+    """Numbers the rows, as `make_rows` does, by XLA; a launch may still order candidates."""
+    placed = _order(cand_to_user, sizes)
     users, per_candidate, block_q = sizes.users, sizes.per_candidate, sizes.block_q
     index = jnp.clip(cand_to_user, 0, users - 1)
     starts = work_order.starts(index, users)

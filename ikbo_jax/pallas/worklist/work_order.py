@@ -1,7 +1,7 @@
-"""Orders candidates and cuts tiles for the attention kernel, by XLA.
+"""Finds where users begin and end, and cuts tiles for the attention kernel, by XLA.
 
-Comparing all pairs takes XLA one small kernel. A sort or a prefix sum takes a dozen kernels of 1 to
-2 us each, beside attention kernels of 50 to 800 us.
+Comparing all pairs takes XLA one small kernel. A prefix sum takes a dozen kernels of 1 to 2 us
+each, beside attention kernels of 50 to 800 us.
 """
 
 import jax
@@ -10,36 +10,11 @@ from jax import lax
 
 from ikbo_jax.problems.hopper import NUM_CONSUMERS
 
-#: Longest array whose pairs are all compared.
-MAX_COUNTED = 4096
+#: Most warpgroup tiles that are cut: their pairs are all compared.
+MAX_CUT = 4096
 #: Largest number of pairs of a candidate and a user that are compared: one small kernel instead of
 #: six of a few microseconds each, which matters to small problems.
 MAX_COMPARED = 2**25
-
-
-def by_user(users: jax.Array) -> jax.Array:
-    """Computes the stable permutation that sorts `users` [B] int32, as `jnp.argsort`."""
-    if users.shape[0] > MAX_COUNTED:
-        return jnp.argsort(users).astype(jnp.int32)
-    return inverse(ranks(users))
-
-
-def ranks(users: jax.Array) -> jax.Array:
-    """Computes the place of each candidate in the order of users, [B]; compares all pairs."""
-    place = jnp.arange(users.shape[0], dtype=jnp.int32)
-    is_before = (users[None] < users[:, None]) | (
-        (users[None] == users[:, None]) & (place[None] < place[:, None])
-    )
-    return jnp.sum(is_before, axis=1, dtype=jnp.int32)
-
-
-def inverse(ranks: jax.Array) -> jax.Array:
-    """Inverts a permutation; compares all pairs."""
-    place = jnp.arange(ranks.shape[0], dtype=jnp.int32)
-    # Each row of the comparison has one nonzero term.
-    return jnp.sum(
-        jnp.where(ranks[None] == place[:, None], place[None], 0), axis=1, dtype=jnp.int32
-    )
 
 
 def starts(user: jax.Array, users: int) -> jax.Array:
