@@ -133,6 +133,22 @@ def attention(results: Record, path: pathlib.Path) -> bool:
     return True
 
 
+def linear_compression_stages(results: Record, path: pathlib.Path) -> bool:
+    """Draws a bar for the time of every stage at the default point."""
+    points = points_of(forward(results), "default")
+    if not points:
+        return False
+    timed = [(words, provider_of(points[0], name)) for name, words in tables.STAGES]
+    bars = [(words, record["median_ms"]) for words, record in timed if record is not None]
+    with saved(path, size=(9, 0.8 + 0.45 * len(bars))) as (_, (axes,)):
+        drawn = axes.barh([words for words, _ in bars], [ms for _, ms in bars], color="#4c72b0")
+        axes.bar_label(drawn, fmt="%.3f", padding=3)
+        axes.invert_yaxis()
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.set_xlabel(f"ms on {results['environment']['device']}; less is better")
+    return True
+
+
 def linear_compression_sweeps(results: Record, path: pathlib.Path) -> bool:
     """Plots the fraction of the matmul over sizes, with a panel for every measured sweep."""
     results = forward(results)

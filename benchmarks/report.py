@@ -61,6 +61,7 @@ PLOTS: Mapping[str, tuple[str, Callable[[Record, pathlib.Path], bool]]] = {
     "attention-lengths": (f"{OF_MATMUL} the keys of a user", plots.attention),
     "gdpa-lengths": (f"{OF_MATMUL} the greatest length", plots.gdpa),
     "gdpa-backward-lengths": (f"{OF_MATMUL} the greatest length", plots.gdpa),
+    "linear-compression-stages": ("time of the stages", plots.linear_compression_stages),
     "linear-compression-sweeps": (f"{OF_MATMUL} sizes", plots.linear_compression_sweeps),
     **{
         f"ranking-{sweep}": (

@@ -50,7 +50,7 @@ GDPA = (
     ("cudnn-softmax-padded", "cuDNN softmax, padded"),
     (OUR_NAME, "ikbo-jax"),
 )
-#: Rows of the short table of linear compression: provider, description.
+#: Rows of the short table of linear compression, and bars of its plot: provider, description.
 STAGES = (
     ("materialised", "materialised: every user copied to its candidates"),
     ("materialised-aligned", "materialised, K aligned"),

@@ -285,14 +285,14 @@ def test_report_writes_documents_and_plots(tmp_path, capsys):
     assert report.main([*arguments, "--check"]) == 0
     readme, page = ((tmp_path / name).read_text() for name in ("README.md", "docs/performance.md"))
     assert "| single launch | 0.500 | 8.0× | 0.80 |" in readme
-    assert "(docs/images/linear_compression_sweeps.svg)" in readme
-    assert "(images/linear_compression_sweeps.svg)" in page
+    assert "(docs/images/linear_compression_stages.svg)" in readme
+    assert "(images/linear_compression_stages.svg)" in page
     assert "commit `0123456789ab`, 2026-01-02" in readme
     assert "| m: M=128 | 1.0100 | 1.0000 | 0.300 | XLA | 1.010 of XLA's time, bar 1.02 |" in page
     assert "| torch | PyTorch | not run: no PyTorch |" in page
     assert "4.25 TB/s" in page
     first = {path.name: path.read_bytes() for path in (tmp_path / "docs/images").iterdir()}
-    assert sorted(first) == ["linear_compression_sweeps.svg"]
+    assert sorted(first) == ["linear_compression_stages.svg", "linear_compression_sweeps.svg"]
     assert all(b"<svg" in drawing for drawing in first.values())
     assert report.main(arguments) == 0
     again = {path.name: path.read_bytes() for path in (tmp_path / "docs/images").iterdir()}
