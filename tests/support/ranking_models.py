@@ -254,3 +254,11 @@ def reranked(a: Arrays) -> Any:
     coarse = ((user @ a["square"]) * a["cand"]).sum(-1)
     best = jax.lax.top_k(coarse, B // 2)[1]
     return jax.nn.relu(jnp.concatenate([user[best], a["cand"][best]], axis=-1) @ a["first"])
+
+
+@_model(0.4, 0.4)
+def rank_mixer(a: Arrays) -> Any:
+    """Networks of single tokens: every field has its own matrix."""
+    x = jnp.concatenate([a["user_fields"][INDEX], a["cand_fields"]], axis=1)
+    matrices = a["experts"].reshape(2 * F, D, D)
+    return x + jax.nn.gelu(jnp.einsum("btd,tdh->bth", x, matrices)) @ a["square"]
