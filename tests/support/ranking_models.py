@@ -144,7 +144,7 @@ def eta(a: Arrays) -> Any:
     return jnp.einsum("bk,bkd->bd", weights, found)
 
 
-@_model(0.85, 0.7)
+@_model(0.85, 0.45)
 def target_attention(a: Arrays) -> Any:
     """Attention with heads, whose mask is applied again after the softmax."""
     history, item, mask = _history(a)
@@ -159,7 +159,7 @@ def target_attention(a: Arrays) -> Any:
     return (weights @ value).transpose(0, 2, 1, 3).reshape(B, D)
 
 
-@_model(0.85, 0.8)
+@_model(0.85, 0.05)
 def hstu(a: Arrays) -> Any:
     """Attention by silu, masked and divided by the length."""
     history, item, mask = _history(a)

@@ -204,8 +204,8 @@ class CpuCost:
         for op in reversed(self._ops):
             if op.counts and (flops := flops_of_product(op.eqn)):
                 self.sums[op.source][0] += flops
-            readers = self._readers[op.results[0]]
-            for n in op.results[1:]:
+            readers: frozenset[int] = frozenset()
+            for n in op.results:
                 readers |= self._readers[n]
             if not readers:
                 continue
