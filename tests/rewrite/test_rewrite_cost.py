@@ -205,6 +205,16 @@ def test_costs_of_operations(monkeypatch) -> None:
     assert flops == 2 * (3 * 4 * 4) * (2 * 3 * 3)
 
 
+def test_a_number_that_is_reshaped_costs_nothing() -> None:
+    def fn(user):
+        counts = jnp.full(4, 128)
+        return jnp.tanh(jnp.repeat(user, counts, axis=0, total_repeat_length=512) @ jnp.eye(8))
+
+    (report,) = ikbo.explain(ikbo.rewrite(fn), jnp.ones((4, 8))).notes
+    assert report.changed
+    assert report.flops_saved > 0.9 * report.costs.original.flops
+
+
 def test_costs_of_an_op_are_those_of_its_problem(monkeypatch) -> None:
     shape = problems.LinearCompressionShape(U, B, 7, 3, 2, 8, "unsorted")
     args = problems.make_inputs(shape, "float32", 0)

@@ -276,7 +276,7 @@ class _Walk:
                     is_moved = is_moved or v in moved
                 else:
                     read = read | {v}
-            is_same = name in SAME and (v not in reads or v in same)
+            is_same = name in SAME and (type(v) is core.Literal or v not in reads or v in same)
             for v in eqn.outvars:
                 if v in alone and not is_same:
                     self.place(eqn, v, read, is_moved)

@@ -216,7 +216,7 @@ class CpuCost:
             if op.kind == "view":
                 # A loop of its own moves elements into the shape that a kernel reads.
                 outside = frozenset([n for n in readers if kernels[n].kind != "loop"])
-                maker = makers.get(op.operands[0])
+                maker = makers.get(op.operands[0]) if op.operands else None
                 if outside and maker and maker.eqn.primitive.name in MOVES:
                     self._readers[op.results[0]] = outside
                     loop = self._write(op._replace(source=maker.source), "loop")
