@@ -51,7 +51,8 @@ def _rule(params_of: _Params) -> Rule:
 @_rule
 def in_place(on: Axis, params: Any, operands: Any) -> Any:
     """Works element by element, or along other dimensions, and moves no dimension."""
-    found = {name: on.before(params[name]) for name in ("axis", "dimension") if name in params}
+    names = [name for name in ("axis", "dimension") if name in params]
+    found: dict[str, Any] = {name: on.before(params[name]) for name in names}
     if "dimensions" in params:
         found["dimensions"] = tuple(map(on.before, params["dimensions"]))
     return found, on
