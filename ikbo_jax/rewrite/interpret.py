@@ -255,12 +255,15 @@ class Context:
                 # The effects may be traced already and must not be traced twice: the original runs.
                 raise
             reason = f"the rule of {name} raised {described(error)}"
-        if is_lookup(eqn):
-            self.looked_up(eqn, "refused", reason)
         operands = [
             staged.placed_as(self.materialise(eqn, operand, reason), v.aval)
             for operand, v in zip(operands, eqn.invars, strict=True)
         ]
+        if is_lookup(eqn):
+            if deferred:
+                # The array may be a table with fewer rows than are looked up.
+                return self._apply(eqn, operands)
+            self.looked_up(eqn, "refused", reason)
         return _as_list(eqn, self.bind(eqn, *operands))
 
     def _by_rule(

@@ -32,6 +32,8 @@ from ikbo_jax.rewrite.values.equations import grows
 from ikbo_jax.rewrite.values.registry import Rule, register_rule, register_rules_of
 
 SCATTERS = ("scatter", "scatter-add", "scatter-max", "scatter-min", "scatter-mul")
+CUMULATIVE = ("cumlogsumexp", "cummax", "cummin", "cumprod", "cumsum")
+WINDOWS = ("reduce_window", "reduce_window_max", "reduce_window_min", "reduce_window_sum")
 
 LAZY: dict[str, Rule] = {
     # Rows by themselves.
@@ -39,17 +41,10 @@ LAZY: dict[str, Rule] = {
     **dict.fromkeys(elementwise.REDUCTIONS, elementwise.reduction),
     "call_hi_primitive": row_rules.hi_primitive,
     "conv_general_dilated": row_rules.convolution,
-    "cumlogsumexp": elementwise.cumulative,
-    "cummax": elementwise.cumulative,
-    "cummin": elementwise.cumulative,
-    "cumprod": elementwise.cumulative,
-    "cumsum": elementwise.cumulative,
+    **dict.fromkeys(CUMULATIVE, elementwise.cumulative),
     "dot_general": contraction.dot_general,
     "fft": row_rules.fft,
-    "reduce_window": row_rules.reduce_window,
-    "reduce_window_max": row_rules.reduce_window,
-    "reduce_window_min": row_rules.reduce_window,
-    "reduce_window_sum": row_rules.reduce_window,
+    **dict.fromkeys(WINDOWS, row_rules.reduce_window),
     "sort": row_rules.sort,
     "top_k": row_rules.top_k,
     # Movement of data.
@@ -120,33 +115,28 @@ MERGED: dict[str, Rule] = {
 
 #: The rules of values whose looked-up axis is split, or is looked up by an index of dimensions.
 SPLIT: dict[str, Rule] = {
-    **dict.fromkeys(elementwise.ELEMENTWISE, split_rules.elementwise),
-    **dict.fromkeys(elementwise.REDUCTIONS, split_rules.reduction),
     **dict.fromkeys(
-        ("cumlogsumexp", "cummax", "cummin", "cumprod", "cumsum"), split_rules.cumulative
+        (
+            *elementwise.ELEMENTWISE,
+            *CUMULATIVE,
+            *("concatenate", "optimization_barrier", "rev", "sort", "split", "top_k"),
+        ),
+        split_rules.in_place,
     ),
+    **dict.fromkeys(elementwise.REDUCTIONS, split_rules.reduction),
     "broadcast_in_dim": split_rules.broadcast,
-    "concatenate": split_rules.concatenate,
     "dot_general": split_rules.dot_general,
     "dynamic_slice": split_rules.dynamic_slice,
     "fft": split_rules.fft,
     "gather": split_rules.gather,
-    "optimization_barrier": split_rules.elementwise,
     "pad": split_rules.pad,
     "reshape": split_rules.reshape_split,
-    "reduce_window": split_rules.reduce_window,
-    "reduce_window_max": split_rules.reduce_window,
-    "reduce_window_min": split_rules.reduce_window,
-    "reduce_window_sum": split_rules.reduce_window,
-    "rev": split_rules.rev,
+    **dict.fromkeys(WINDOWS, split_rules.reduce_window),
     **dict.fromkeys(SCATTERS, split_rules.scatter),
     "scan": control_flow.scan,
     "slice": split_rules.slice_,
-    "sort": split_rules.sort,
-    "split": split_rules.piece,
     "squeeze": split_rules.reshape_split,
     "stack": split_rules.stack,
-    "top_k": split_rules.top_k,
     "transpose": split_rules.transpose,
     "unstack": split_rules.unstack,
 }

@@ -162,3 +162,23 @@ def test_a_function_with_an_op_s_name_that_calls_the_op(name: str) -> None:
     report = report_of(model, *args)
     assert report.flops_saved == 2 * (B - U) * D * H
     close(ikbo.rewrite(model)(*args), model(*args))
+
+
+def test_a_checkpointed_layer_knows_a_mask_of_floats() -> None:
+    """As `flax.linen.make_causal_mask` and `remat` have it."""
+    history = jnp.sin(jnp.arange(U * 8.0 * D)).reshape(U, 8, D)
+
+    @jax.checkpoint
+    def layer(x, mask, w):
+        logits = jnp.where(mask[None] > 0, jnp.einsum("bqd,bkd->bqk", x, x @ w), -1e9)
+        return x + jnp.einsum("bqk,bkd->bqd", jax.nn.softmax(logits), jnp.tanh(x @ w))
+
+    def fn(w, history, cand, index):
+        mask = (jnp.arange(9)[:, None] >= jnp.arange(9)[None]).astype(jnp.float32)
+        x = jnp.concatenate([history[index], cand[:, None]], axis=1)
+        return layer(layer(x, mask, w), mask, w)[:, -1]
+
+    args = A.w[:D, :D], history, jnp.cos(A.user[A.index]), A.index
+    check_values_and_gradients(fn, *args)
+    costs = report_of(fn, *args).costs
+    assert costs.rewritten.flops < 0.6 * costs.original.flops

@@ -105,3 +105,22 @@ def test_a_relu_layer_with_a_binary_loss(candidates):
     )
     errors = [np.sqrt(np.mean((x - exact) ** 2)) for x in (found, original)]
     assert errors[0] <= 1.2 * errors[1], errors
+
+
+def test_fields_by_transposed_weights_run_on_a_cpu() -> None:
+    """XLA has no kernel there for 16-bit products with a float32 result in this order."""
+    rng = np.random.default_rng(0)
+    w, user, cand = (
+        jnp.asarray(rng.normal(size=x), BF16) for x in ((5, 6), (U, 3, 4, D), (64, 2, 4, D))
+    )
+    index = jnp.arange(64, dtype=jnp.int32) % U
+
+    def fn(w, user, cand):
+        return jnp.einsum("fk,bfde->kbde", w, jnp.concatenate([user[index], cand], axis=1))
+
+    (report,) = ikbo.explain(ikbo.rewrite(fn), w, user, cand).notes
+    assert report.changed
+    assert "product by parts" in report.details
+    found = jax.jit(ikbo.rewrite(fn))(w, user, cand)
+    exact = fn(*(x.astype(jnp.float32) for x in (w, user, cand)))
+    np.testing.assert_allclose(found.astype(jnp.float32), exact, rtol=0.01, atol=0.02)

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import problems
 import pytest
-from rewrite_basics import check_values_and_gradients, report_of
+from rewrite_basics import check_values_and_gradients, largest_outside_ops, report_of
 
 import ikbo_jax as ikbo
 
@@ -63,7 +63,7 @@ def test_padding_attends_by_the_op(name):
     check_values_and_gradients(fn, CAND, HISTORY)
     report = report_of(fn, CAND, HISTORY)
     assert report.changed, report
-    assert report.bytes_saved > 0.85 * report.costs.original.nbytes
+    assert largest_outside_ops(fn, CAND, HISTORY) < B * S * D
     assert f"attention: B={B} U={U}" in str(ikbo.explain(ikbo.rewrite(fn), CAND, HISTORY))
 
 

@@ -132,3 +132,17 @@ def test_a_lookup_of_a_rewritten_function_is_a_lookup_in_another() -> None:
     *_, report = ikbo.explain(fn, user).notes
     saved = report.costs.rewritten.flops / report.costs.original.flops
     assert saved <= 2 / B
+
+
+def test_rows_of_a_small_table_are_a_table_of_users() -> None:
+    """A history of few kinds is looked up by users' ids, and then for candidates."""
+    rng = np.random.default_rng(1)
+    kinds, table = jnp.asarray(rng.integers(0, 9, (U, 16)), jnp.int32), jnp.ones((9, D))
+
+    def fn(table, kinds, index):
+        return jnp.tanh(table[kinds][index] @ jnp.ones((D, D)))
+
+    np.testing.assert_allclose(*(f(table, kinds, INDEX) for f in (fn, ikbo.rewrite(fn))))
+    (report,) = ikbo.explain(ikbo.rewrite(fn), table, kinds, INDEX).notes
+    assert report.flops_saved > 0.99 * report.costs.original.flops
+    assert [x.outcome for x in report.lookups] == ["removed", "removed"]

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import problems
 import pytest
-from rewrite_basics import both, check_values_and_gradients, report_of
+from rewrite_basics import both, check_values_and_gradients, largest_outside_ops, report_of
 
 import ikbo_jax as ikbo
 
@@ -214,9 +214,10 @@ def check(fn, *args):
 
 @pytest.mark.parametrize("name", BY_THE_OP)
 def test_changed_weights_attend_by_the_op(name):
-    report, is_by_the_op = check(pooled(BY_THE_OP[name]), CAND, HISTORY)
+    fn = pooled(BY_THE_OP[name])
+    report, is_by_the_op = check(fn, CAND, HISTORY)
     assert report.changed, report
-    assert report.bytes_saved > 0.79 * report.costs.original.nbytes
+    assert largest_outside_ops(fn, CAND, HISTORY) < B * S * D
     assert is_by_the_op
 
 

@@ -144,7 +144,7 @@ def eta(a: Arrays) -> Any:
     return jnp.einsum("bk,bkd->bd", weights, found)
 
 
-@_model(0.85, 0.7)
+@_model(0.85, 0.45)
 def target_attention(a: Arrays) -> Any:
     """Attention with heads, whose mask is applied again after the softmax."""
     history, item, mask = _history(a)
@@ -159,7 +159,7 @@ def target_attention(a: Arrays) -> Any:
     return (weights @ value).transpose(0, 2, 1, 3).reshape(B, D)
 
 
-@_model(0.85, 0.8)
+@_model(0.85, 0.05)
 def hstu(a: Arrays) -> Any:
     """Attention by silu, masked and divided by the length."""
     history, item, mask = _history(a)
@@ -254,3 +254,11 @@ def reranked(a: Arrays) -> Any:
     coarse = ((user @ a["square"]) * a["cand"]).sum(-1)
     best = jax.lax.top_k(coarse, B // 2)[1]
     return jax.nn.relu(jnp.concatenate([user[best], a["cand"][best]], axis=-1) @ a["first"])
+
+
+@_model(0.4, 0.4)
+def rank_mixer(a: Arrays) -> Any:
+    """Networks of single tokens: every field has its own matrix."""
+    x = jnp.concatenate([a["user_fields"][INDEX], a["cand_fields"]], axis=1)
+    matrices = a["experts"].reshape(2 * F, D, D)
+    return x + jax.nn.gelu(jnp.einsum("btd,tdh->bth", x, matrices)) @ a["square"]

@@ -13,8 +13,9 @@ from jax.extend import core
 
 import ikbo_jax as ikbo
 from ikbo_jax.rewrite import Lazy, NotCovered, RewriteReport, register_rule
+from ikbo_jax.rewrite.report.products import RARE
 from ikbo_jax.rewrite.report.work import BothCosts
-from ikbo_jax.rewrite.values import registry
+from ikbo_jax.rewrite.values import jaxprs, registry
 
 B, U, D, C, H = 24, 4, 6, 5, 8
 
@@ -98,6 +99,19 @@ def check_values_and_gradients(fn, *args, bound: float = 1e-5) -> None:
     """The rewritten function's are the function's, and are NaN at the same places."""
     check(lambda fn: fn, fn, *args, bound=bound)
     check(gradients_by_all(args), fn, *args, bound=bound)
+
+
+def largest_outside_ops(fn, *args) -> int:
+    """The elements of the largest array that a rewritten program computes, ops aside."""
+
+    def sizes(program):
+        for eqn in program.eqns:
+            yield from (v.aval.size for v in eqn.outvars if hasattr(v.aval, "size"))
+            if eqn.params.get("name") not in (*jaxprs.OPS, *RARE):
+                for inner in jaxprs.inner_programs(eqn):
+                    yield from sizes(inner)
+
+    return max(sizes(jax.make_jaxpr(ikbo.rewrite(fn))(*args)))
 
 
 def report_of(fn, *args, **kwargs) -> RewriteReport:

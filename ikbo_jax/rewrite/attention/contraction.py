@@ -1,5 +1,6 @@
 """Rules of products: at the smaller batch, by parts of a concatenation, by linear compression."""
 
+import dataclasses
 import itertools
 import math
 from typing import Any
@@ -112,13 +113,23 @@ def _of_concat(ctx: Context, eqn: Any, lhs: Any, rhs: Any) -> Any:
     contract, other_contract = (
         (lhs_contract, rhs_contract) if left else (rhs_contract, lhs_contract)
     )
-    batch = lhs_batch if left else rhs_batch
+    batch, other_batch = (lhs_batch, rhs_batch) if left else (rhs_batch, lhs_batch)
 
     def multiplied(x: Any, y: Any) -> Any:
         return product(ctx, eqn, *((x, y) if left else (y, x)))
 
     if whole.axis in batch:
-        raise NotCovered("batched product with a concatenation along a batch axis")
+        if not lineage.is_plain(other):
+            raise NotCovered("batched product with a concatenation along a batch axis")
+        # Each position has its own matrix, such as each token in RankMixer.
+        number = batch.index(whole.axis)
+        return concat(
+            [
+                multiplied(part, lineage.slice_along(other, start, stop, other_batch[number]))
+                for part, start, stop in whole.pieces()
+            ],
+            number,
+        )
     if not lineage.has_lineage(other) and whole.axis in contract:
         other_axis = other_contract[contract.index(whole.axis)]
         whole, other = without_padding(ctx, whole, other, other_axis)
@@ -241,10 +252,26 @@ def _sum_of_products(ctx: Context, eqn: Any, left: bool, groups: Any) -> Any:
             # XLA transposes looked-up columns inside the product, and then has no kernel for it.
             part = lax.optimization_barrier(part)
         operands = (part, weights) if left else (weights, part)
+        if wide and not cost.on_gpu() and _sums_before(eqn):
+            # XLA multiplies by 16-bit weights that are transposed, but not to float32.
+            operands = tuple(_as_float32(x) for x in operands)
         term = product(ctx, eqn, *operands, preferred=wide, became="product by parts, then added")
         term = ctx.materialise(eqn, term, "sum with a value at candidate batch", copied=False)
         total = term if total is None else lax.add(total, term)
     return staged.cast(total, dtype)
+
+
+def _sums_before(eqn: Any) -> bool:
+    """Whether a summed dimension of the first operand stands before a free one."""
+    (contract, _), (batch, _) = dims_of(eqn)
+    free = set(range(eqn.invars[0].aval.ndim)) - {*contract, *batch}
+    return any(d < max(free) for d in contract) if free else False
+
+
+def _as_float32(x: Any) -> Any:
+    if lineage.is_plain(x):
+        return staged.cast(x, jnp.float32)
+    return dataclasses.replace(x, base=staged.cast(x.base, jnp.float32))
 
 
 def _compress(

@@ -200,9 +200,9 @@ def _chosen(ctx: Context, scores: Scores, pairs: np.ndarray, kept: np.ndarray | 
     """
     kept = np.ones(len(pairs), bool) if kept is None else kept
     root: Any = scores.root
-    if scores.labels[1] == (KEY, 0):
-        pairs = pairs[:, ::-1]
-    (rows, row_group, row_at), (columns, column_group, column_at) = _sides(ctx, root)
+    # In the order of the scores, so that neighbouring pairs are slices.
+    sides = _sides(ctx, root)[:: -1 if scores.labels[1] == (KEY, 0) else 1]
+    (rows, row_group, row_at), (columns, column_group, column_at) = sides
     groups = list(
         zip(row_group[pairs[:, 0]].tolist(), column_group[pairs[:, 1]].tolist(), strict=True)
     )

@@ -56,8 +56,9 @@ def checkpoint(ctx: Context, eqn: Any, *operands: Any) -> Any:
 def _checkpointed(ctx: Context, eqn: Any, operands: Sequence[Any]) -> list[Any]:
     """Interprets a checkpointed function at this call alone."""
     jaxpr = eqn.params["jaxpr"]
-    # Facts about indices and masks depend on the objects, so the body closes over these.
-    fixed = [is_plain(x) and hoisting.is_index(x, "iub") for x in operands]
+    # Facts about arrays, such as masks of any dtype, depend on the objects: the body closes over
+    # them, and they become operands again.
+    fixed = list(map(is_plain, operands))
     varying = [x for x, f in zip(operands, fixed, strict=True) if not f]
     arrays, pack = unpack_all(varying)
     packs: list[Any] = []

@@ -13,11 +13,11 @@ import operator
 from collections.abc import Container
 from typing import Any, NamedTuple, cast
 
+import jax.numpy as jnp
 from jax.extend import core
 
 from ikbo_jax.rewrite.report.products import (
     ALONE,
-    FUSED_PARTS,
     INLINED,
     LOOKUPS,
     MOVES,
@@ -31,7 +31,7 @@ from ikbo_jax.rewrite.report.products import (
     sums_of_calls,
 )
 from ikbo_jax.rewrite.values import lineage
-from ikbo_jax.rewrite.values.jaxprs import OPS, inner_programs
+from ikbo_jax.rewrite.values.jaxprs import inner_programs
 
 _VIEWS = SAME - {"convert_element_type"}
 #: Operations that the library computes, in these dtypes, and the elements from which on it does.
@@ -41,7 +41,9 @@ _POINTWISE = frozenset(
     log1p logistic max min mul neg pow round rsqrt sign sin sqrt square sub tan tanh
     """.split()  # noqa: SIM905  A table of words reads better.
 )
-_FLOATS = ("float32", "bfloat16", "float64")
+_WIDE = frozenset(map(jnp.dtype, ("float32", "float64")))
+_FLOATS = _WIDE | {jnp.dtype("bfloat16")}
+_HALF = frozenset(map(jnp.dtype, ("bfloat16", "float16")))
 _ELEMENTS = 4096
 #: A loop does not repeat these where several loops read the result.
 _EXPENSIVE = LOOKUPS | frozenset(
@@ -50,8 +52,10 @@ _EXPENSIVE = LOOKUPS | frozenset(
     sqrt tanh
     """.split()  # noqa: SIM905
 )
-#: Concatenations along the last axis are written from this width on.
-_FUSED_WIDTH = 128
+#: Nor does it repeat these where they round a float32 to 16 bits.
+_ROUNDED = frozenset(["add", "add_any", "convert_element_type", "integer_pow", "mul", "sub"])
+#: Concatenations are written from this width along the last axis on, and of more parts than this.
+_FUSED_WIDTH, _FUSED_PARTS = 128, 8
 
 
 class _Kernel(NamedTuple):
@@ -68,13 +72,18 @@ _MEMORY, _SLICE = 0, 1
 
 
 class _Op(NamedTuple):
-    """Holds an equation, its operands and results by number, and how XLA computes it."""
+    """Holds an equation, its operands and results by number, and how XLA computes it.
+
+    Attributes:
+      counts: whether its FLOPs count, and not the useful ones of the library's op it is part of.
+    """
 
     eqn: core.JaxprEqn
     kind: str
     operands: list[int]
     results: list[int]
     source: int | None
+    counts: bool
 
 
 class CpuCost:
@@ -88,20 +97,29 @@ class CpuCost:
         self.sources, self.known = sources, known
         self.sums: Sums = collections.defaultdict(lambda: [0, 0, 0])
         self._kernels = [_Kernel("memory"), _Kernel("loop")]
-        self._values: list[Any] = []
+        # Bytes of every value.
+        self._sizes: list[Any] = []
         self._ops: list[_Op] = []
         # The kernels that read each value.
         self._readers: dict[int, frozenset[int]] = collections.defaultdict(frozenset)
-        for n in self._flatten(program, {}, None):
+        for n in self._flatten(program, {}, None, counts=True):
             self._readers[n] = frozenset([_MEMORY])
         self._count()
 
     def _number(self, v: Any) -> int:
-        self._values.append(v)
-        return len(self._values) - 1
+        size, known, aval = 0, self.known, v.aval
+        if type(v) is not core.Literal and hasattr(aval, "shape"):
+            key = aval.shape, aval.dtype
+            if key not in known:
+                known[key] = lineage.bytes_of(*key)
+            size = known[key]
+        self._sizes.append(size)
+        return len(self._sizes) - 1
 
-    def _flatten(self, program: Any, numbers: dict[Any, int], caller: int | None) -> list[int]:
-        """Lists the operations of a program and of the calls that XLA inlines."""
+    def _flatten(
+        self, program: Any, numbers: dict[Any, int], caller: int | None, *, counts: bool
+    ) -> list[int]:
+        """Lists the operations of a program, of the calls that XLA inlines, and of ops in XLA."""
         literal = core.Literal
         for eqn in program.eqns:
             name, params = eqn.primitive.name, eqn.params
@@ -109,13 +127,18 @@ class CpuCost:
             if source not in self.sources:
                 source = caller
             operands = [self._operand(v, numbers) for v in eqn.invars if type(v) is not literal]
-            if name in INLINED and params.get("name") not in (*OPS, *RARE):
+            if name in INLINED and params.get("name") not in RARE:
+                useful = flops_of_op(eqn, self.known)
+                self.sums[source][0] += useful or 0
                 inner = inner_programs(eqn)[0]
                 given = [self._operand(v, numbers) for v in eqn.invars]
-                numbers_in = dict(zip(inner.invars, given, strict=True))
-                numbers.update(
-                    zip(eqn.outvars, self._flatten(inner, numbers_in, source), strict=True)
+                found = self._flatten(
+                    inner,
+                    dict(zip(inner.invars, given, strict=True)),
+                    source,
+                    counts=counts and useful is None,
                 )
+                numbers.update(zip(eqn.outvars, found, strict=True))
                 continue
             if params.get("name") in RARE:
                 operands = []
@@ -124,9 +147,10 @@ class CpuCost:
             kind = self._kind(eqn, name)
             if name == "split":
                 for v, n in zip(eqn.outvars, results, strict=True):
-                    self._ops.append(_Op(eqn.replace(outvars=[v]), kind, operands, [n], source))
+                    part = eqn.replace(outvars=[v])
+                    self._ops.append(_Op(part, kind, operands, [n], source, counts))
                 continue
-            self._ops.append(_Op(eqn, kind, operands, results, source))
+            self._ops.append(_Op(eqn, kind, operands, results, source, counts))
         return [self._operand(v, numbers) for v in program.outvars]
 
     def _operand(self, v: Any, numbers: dict[Any, int]) -> int:
@@ -178,9 +202,11 @@ class CpuCost:
         grown, kernels = self._grown(), self._kernels
         makers = {n: op for op in self._ops for n in op.results}
         for op in reversed(self._ops):
-            if flops := flops_of_product(op.eqn):
+            if op.counts and (flops := flops_of_product(op.eqn)):
                 self.sums[op.source][0] += flops
-            readers = frozenset().union(*[self._readers[n] for n in op.results])
+            readers: frozenset[int] = frozenset()
+            for n in op.results:
+                readers |= self._readers[n]
             if not readers:
                 continue
             kinds = {kernels[n].kind for n in readers}
@@ -190,7 +216,7 @@ class CpuCost:
             if op.kind == "view":
                 # A loop of its own moves elements into the shape that a kernel reads.
                 outside = frozenset([n for n in readers if kernels[n].kind != "loop"])
-                maker = makers.get(op.operands[0])
+                maker = makers.get(op.operands[0]) if op.operands else None
                 if outside and maker and maker.eqn.primitive.name in MOVES:
                     self._readers[op.results[0]] = outside
                     loop = self._write(op._replace(source=maker.source), "loop")
@@ -205,7 +231,7 @@ class CpuCost:
                     self._read_product(op, readers)
                     continue
             elif not inside:
-                repeated = len(readers) > 1 and op.eqn.primitive.name in _EXPENSIVE
+                repeated = len(readers) > 1 and _is_expensive(op.eqn)
                 if repeated or kinds != {"loop"}:
                     readers = self._write(op, "library" if is_grown else "loop")
             self._read_operands(op, readers)
@@ -216,7 +242,7 @@ class CpuCost:
         """Records that kernels read operands; of a part of a large value, as much as results."""
         operands, name = op.operands, op.eqn.primitive.name
         if name in PARTS and operands:
-            table, result = (_bytes(self._values[n]) for n in (operands[0], op.results[0]))
+            table, result = self._sizes[operands[0]], self._sizes[op.results[0]]
             if name not in LOOKUPS or not lineage.is_at_least(result, table):
                 for reader in readers - {_MEMORY, _SLICE}:
                     self.sums[self._kernels[reader].source][1] += result
@@ -230,7 +256,7 @@ class CpuCost:
         dims, result = op.eqn.params["dimension_numbers"], cast("Any", op.eqn.outvars[0].aval)
         if op.kind == "alone" and result.dtype.itemsize == 2:
             # Operands and result are in float32; a loop of its own casts the result.
-            sizes = [_bytes(v) for v in (*op.eqn.invars, *2 * op.eqn.outvars)]
+            sizes = [self._sizes[n] for n in (*op.operands, *2 * op.results)]
             self.sums[op.source][1] += 2 * sum(sizes)
         numbers = iter(op.operands)
         for v, contracted, batch in zip(op.eqn.invars, *dims, strict=True):
@@ -241,7 +267,7 @@ class CpuCost:
             orders = [*batch, *free, *contracted], [*batch, *contracted, *free]
             wide = [[d for d in order if shape[d] != 1] for order in orders]
             if not any(order == sorted(order) for order in wide):
-                self.sums[op.source][1] += 2 * _bytes(v)
+                self.sums[op.source][1] += 2 * self._sizes[n]
                 self._kernels.append(_Kernel("loop", op.source))
                 self._readers[n] |= {len(self._kernels) - 1}
             else:
@@ -252,12 +278,9 @@ class CpuCost:
         eqn = op.eqn
         if eqn.params.get("name") in RARE:
             return True
-        if (flops := flops_of_op(eqn, self.known)) is not None:
-            self.sums[op.source][0] += flops
-            return False
-        for source, sum_ in sums_of_calls(eqn, self.known, self._inner):
+        for source, (flops, *rest) in sums_of_calls(eqn, self.known, self._inner):
             total = self.sums[op.source if source is None else source]
-            total[:] = map(operator.add, total, sum_)
+            total[:] = map(operator.add, total, (flops * op.counts, *rest))
         inner = inner_programs(eqn)
         for n in op.operands if inner else ():
             self._readers[n] |= {_MEMORY}
@@ -271,7 +294,7 @@ class CpuCost:
     def _write(self, op: _Op, kind: str) -> frozenset[int]:
         """Adds the kernel that computes an operation and writes its results."""
         total = self.sums[op.source]
-        total[1] += sum(_bytes(self._values[n]) for n in op.results)
+        total[1] += sum([self._sizes[n] for n in op.results])
         total[2] += 1
         for n in op.results:
             self._read(n)
@@ -281,14 +304,12 @@ class CpuCost:
     def _read(self, n: int) -> None:
         """Adds the bytes of a value in memory once for every kernel that reads it."""
         for reader in self._readers[n] - {_MEMORY, _SLICE}:
-            self.sums[self._kernels[reader].source][1] += _bytes(self._values[n])
+            self.sums[self._kernels[reader].source][1] += self._sizes[n]
 
 
-def _bytes(v: Any) -> Any:
-    aval = v.aval
-    if type(v) is core.Literal or not hasattr(aval, "shape"):
-        return 0
-    return lineage.bytes_of(aval.shape, aval.dtype)
+def _is_expensive(eqn: core.JaxprEqn) -> bool:
+    name, aval = eqn.primitive.name, cast("Any", eqn.outvars[0].aval)
+    return name in _EXPENSIVE or name in _ROUNDED and aval.dtype in _HALF
 
 
 def _kind_of_product(eqn: core.JaxprEqn) -> str:
@@ -305,23 +326,22 @@ def _kind_of_product(eqn: core.JaxprEqn) -> str:
     # Products of vectors, and tiny ones, are loops of XLA.
     is_vector = rows == 1 or columns == 1
     is_large = any(lineage.is_at_least(x, 8) for x in (rows, columns, within))
-    dtypes = {str(x.dtype) for x in (lhs, rhs)}  # type: ignore[attr-defined]
-    fits = len(dtypes) == 1 and dtypes <= set(_FLOATS)
+    dtypes = {x.dtype for x in (lhs, rhs)}  # type: ignore[attr-defined]
+    fits = len(dtypes) == 1 and dtypes <= _FLOATS
     return "product" if fits and is_large and not is_vector else "alone"
 
 
 def _library_reduces(eqn: core.JaxprEqn, name: str) -> bool:
     aval: Any = eqn.invars[0].aval
-    dtypes = ("float32", "float64") if name == "reduce_sum" else _FLOATS
-    is_known = name in ("reduce_sum", "reduce_max", "reduce_min") and str(aval.dtype) in dtypes
+    dtypes = _WIDE if name == "reduce_sum" else _FLOATS
+    is_known = name in ("reduce_sum", "reduce_max", "reduce_min") and aval.dtype in dtypes
     return is_known and lineage.is_at_least(math.prod(aval.shape), _ELEMENTS)
 
 
 def _is_in_library(eqn: core.JaxprEqn) -> bool:
     avals: list[Any] = [v.aval for v in (*eqn.invars, *eqn.outvars)]
-    return all(str(x.dtype) in _FLOATS for x in avals) and any(
-        lineage.is_at_least(math.prod(x.shape), _ELEMENTS) for x in avals
-    )
+    is_large = lineage.is_at_least(math.prod(avals[-1].shape), _ELEMENTS)
+    return is_large and _FLOATS.issuperset([x.dtype for x in avals])
 
 
 def _is_written(concatenate: core.JaxprEqn) -> bool:
@@ -329,4 +349,4 @@ def _is_written(concatenate: core.JaxprEqn) -> bool:
     aval: Any = concatenate.outvars[0].aval
     is_last = concatenate.params["dimension"] == len(aval.shape) - 1 > 0
     is_wide = is_last and lineage.is_at_least(aval.shape[-1], _FUSED_WIDTH)
-    return is_wide or len(concatenate.invars) > FUSED_PARTS
+    return is_wide or len(concatenate.invars) > _FUSED_PARTS

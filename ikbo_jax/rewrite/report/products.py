@@ -41,11 +41,12 @@ _WHOLE = frozenset(
     """.split()  # noqa: SIM905
 )
 ALONE = _WHOLE | CUDNN.keys()
-#: Concatenations of more parts are written, on other devices than GPUs.
-FUSED_PARTS = 8
 #: Calls that XLA inlines: what they hold is fused with what stands around them.
 INLINED = frozenset(
-    ["jit", "closed_call", "custom_jvp_call", "custom_vjp_call", "checkpoint", "ikbo_rewritten"]
+    """
+    checkpoint closed_call custom_jvp_call custom_vjp_call custom_vmap_call ikbo_by_platform
+    ikbo_rewritten jit
+    """.split()  # noqa: SIM905
 )
 #: Functions that `masks` calls in a branch that only rare values of the inputs take: users without
 #: any kept key, beside logits above 30 for a mask of -1e9 in float32.
@@ -78,8 +79,10 @@ def is_of_vectors(eqn: core.JaxprEqn) -> bool:
     if eqn.primitive.name != "dot_general":
         return False
     (contract, _), (batch, _) = eqn.params["dimension_numbers"]
+    if not batch:
+        return False
     ranks: list[int] = [v.aval.ndim for v in eqn.invars]  # type: ignore[attr-defined]
-    return bool(batch) and min(ranks) == len(batch) + len(contract)
+    return len(batch) + len(contract) in ranks
 
 
 def flops_of_op(eqn: core.JaxprEqn, known: dict[int, Any]) -> int | None:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from jax.extend import core
 
-from ikbo_jax.rewrite.report.cost import Cost, cost_by_source, decisive_cost
+from ikbo_jax.rewrite.report.cost import Cost, cost_by_source, decisive_costs
 from ikbo_jax.rewrite.values import lineage
 
 
@@ -140,7 +140,7 @@ class Work:
     def settle(self, original: core.Jaxpr, rewritten: core.Jaxpr) -> BothCosts:
         """Keeps both programs, and returns the costs that decide which one runs."""
         self._programs = tuple(_Program(x.eqns, x.outvars) for x in (original, rewritten))
-        return BothCosts(*map(decisive_cost, (original, rewritten)))
+        return BothCosts(*decisive_costs(original, rewritten))
 
     @functools.cached_property
     def _settled(self) -> list[tuple[Owned | None, BothCosts]]:

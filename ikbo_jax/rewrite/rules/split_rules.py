@@ -48,10 +48,14 @@ def _rule(params_of: _Params) -> Rule:
     return rule
 
 
-elementwise = _rule(lambda on, params, operands: ({}, on))
-cumulative = _rule(lambda on, params, operands: ({"axis": on.before(params["axis"])}, on))
-sort = _rule(lambda on, params, operands: ({"dimension": on.before(params["dimension"])}, on))
-concatenate = sort
+@_rule
+def in_place(on: Axis, params: Any, operands: Any) -> Any:
+    """Works element by element, or along other dimensions, and moves no dimension."""
+    names = [name for name in ("axis", "dimension") if name in params]
+    found: dict[str, Any] = {name: on.before(params[name]) for name in names}
+    if "dimensions" in params:
+        found["dimensions"] = tuple(map(on.before, params["dimensions"]))
+    return found, on
 
 
 @_rule
@@ -60,12 +64,6 @@ def reduction(on: Axis, params: Any, operands: Any) -> Any:
     axes = tuple(params["axes"])
     out = on.at(on.axis - sum(a < on.axis for a in axes))
     return {"axes": tuple(map(on.before, axes))}, out
-
-
-@_rule
-def rev(on: Axis, params: Any, operands: Any) -> Any:
-    """Reverses other dimensions."""
-    return {"dimensions": tuple(map(on.before, params["dimensions"]))}, on
 
 
 @_rule
@@ -112,18 +110,6 @@ def slice_(on: Axis, params: Any, operands: Any) -> Any:
         "limit_indices": on.merged(stops, stop),
         "strides": on.merged(strides, 1),
     }, on
-
-
-@_rule
-def top_k(on: Axis, params: Any, operands: Any) -> Any:
-    """Takes the largest elements along another dimension."""
-    return ({"axis": on.before(params["axis"])} if "axis" in params else {}), on
-
-
-@_rule
-def piece(on: Axis, params: Any, operands: Any) -> Any:
-    """Splits along another dimension."""
-    return {"axis": on.before(params["axis"])}, on
 
 
 @_rule
