@@ -47,21 +47,35 @@ ENVIRONMENT = {
     # A replica that dies leaves its requests without an answer. Ranking has no side effects, so
     # HAProxy may send them to another replica.
     "RAY_SERVE_HAPROXY_RETRY_ON": "conn-failure empty-response",
+    # A replica is marked down at its third error. With 3 tries, HAProxy's default, the request that
+    # met these errors was given up, and without an answer if the connection had been used before.
+    "RAY_SERVE_HAPROXY_RETRIES": "10",
+    # It keeps only what fits in its buffer, 16 kB by default: JSON of 2,048 candidates with a
+    # client's headers may not.
+    "RAY_SERVE_HAPROXY_TUNE_BUFSIZE": str(1 << 16),
+    # An hour by default, for which a client could keep a connection after a 408 or a 413.
+    "RAY_SERVE_HAPROXY_TIMEOUT_CLIENT_S": "10",
     # Three checks fail before an HAProxy that was killed is replaced, by default after 30 s.
     "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "2",
 }
 
 #: Starts HAProxy with what Ray's configuration has no setting for: the ports of HAProxy's counts at
-#: the loopback address; seconds in which the headers of a request must have come; 503, not 404,
-#: before HAProxy knows a replica, and its own 502 and 503 instead of 500; a bound on what it hands
-#: to a replica at a time; and health only with a replica: Ray's proxy, a spare server for replicas
-#: that miss their checks, has no such bound, so that `be_conn_free` is -1 if it is alone.
-#: What is above the bound gets 503 from HAProxy: a replica, which reads HTTP in Python, takes
-#: 1.7 ms of CPU time to refuse a request.
+#: the loopback address; seconds in which headers and body of a request must have come; 503, not
+#: 404, before HAProxy knows a replica, and its own 502 and 503 instead of 500; 404 where a path is
+#: none ("OPTIONS *"), and no change to WebSocket, which a replica would answer with 500; a bound on
+#: what it hands to a replica at a time; and health only with a replica: Ray's proxy, a spare server
+#: for replicas that miss their checks, has no such bound, so that `be_conn_free` is -1 if it is
+#: alone. What is above the bound gets 503 from HAProxy: a replica, which reads HTTP in Python,
+#: takes 1.7 ms of CPU time to refuse a request.
+#: A body is complete before a replica hears of it. So a slow client takes no replica's place, and
+#: HAProxy can send the request again if the replica dies: a request whose body had not come would
+#: end with a closed connection.
 HAPROXY = """#!/bin/sh
 # Arguments: -db -f CONFIGURATION ...
 sed -i -e 's/bind [*]*:/bind 127.0.0.1:/' \\
-  -e '/^defaults$/a timeout http-request 5s\\ntimeout queue 20ms' \\
+  -e '/^defaults$/a timeout http-request 5s\\noption http-buffer-request\\ntimeout queue 20ms' \\
+  -e '/^ *acl healthcheck /a http-request return status 404 if !{{ path_beg / }}' \\
+  -e '/^ *acl healthcheck /a http-request del-header Upgrade' \\
   -e 's/return status 404 .*/return status 503 hdr Retry-After 1/' \\
   -e 's/ backend_\\(.*\\)_server_up$/& {{ be_conn_free(\\1) ge 0 }}/' \\
   -e 's/^\\( *server .*\\) check observe/\\1 maxconn {most} check observe/' \\

@@ -340,6 +340,7 @@ def test_haproxy_starts_with_the_settings_of_the_example(tmp_path):
     written = """\
 frontend prometheus
     bind *:9101
+    acl healthcheck path -i /-/healthz
     http-request return status 200 string "success" if healthcheck backend_http-a_server_up
 defaults
     errorfile 502 /a/500.http
@@ -354,9 +355,12 @@ backend default_backend
     subprocess.run(["sh", "-c", script, "sh", "-db", "-f", str(tmp_path / "cfg")], check=True)
     assert (tmp_path / "cfg").read_text().splitlines() == [
         *("frontend prometheus", "    bind 127.0.0.1:9101"),
+        "    acl healthcheck path -i /-/healthz",
+        *("http-request return status 404 if !{ path_beg / }", "http-request del-header Upgrade"),
         '    http-request return status 200 string "success" if healthcheck '
         "backend_http-a_server_up { be_conn_free(http-a) ge 0 }",
-        *("defaults", "timeout http-request 5s", "timeout queue 20ms"),
+        *("defaults", "timeout http-request 5s", "option http-buffer-request"),
+        "timeout queue 20ms",
         *("errorfile 503 /b/503.http", "backend default_backend"),
         "    http-request return status 503 hdr Retry-After 1",
         "    server SERVE_REPLICA_a 127.0.0.1:30000 maxconn 64 check observe layer4",

@@ -142,13 +142,14 @@ class Session:
         told = await load.send(self.url, self.plan(seed=4, seconds=1))
         return found | {"wrong_version": self.outcome(told) | {"refused": refused}}
 
-    async def kill(self) -> dict[str, Any]:
+    async def kill(self, number: int, **changes: Any) -> dict[str, Any]:
         before = await load.metrics(self.url, 2)
-        sending = asyncio.create_task(load.send(self.url, self.plan(seed=4, rate=60)))
+        sending = asyncio.create_task(load.send(self.url, self.plan(seed=4, rate=60, **changes)))
         await asyncio.sleep(1.5)
-        os.kill(next(iter(before.values()))["pid"], signal.SIGKILL)
+        for fields in list(before.values())[:number]:
+            os.kill(fields["pid"], signal.SIGKILL)
         found = self.outcome(await sending)
-        # The engine starts another replica.
+        # The engine starts other replicas.
         end = time.monotonic() + 120
         while time.monotonic() < end:
             after = await load.metrics(self.url, 2, limit_s=3)
@@ -158,6 +159,34 @@ class Session:
             "replicas_after": len(after),
             "same": len(before.keys() & after.keys()),
             "current": [fields["weights"] for fields in after.values()],
+        }
+
+    async def raw(self, head: str, body: str = "") -> tuple[int, bool]:
+        """Status of the answer to bytes, and whether the connection is closed within 15 s."""
+        reader, writer = await asyncio.open_connection("127.0.0.1", self.service.port)
+        writer.write(f"{head}\r\nHost: a\r\n\r\n{body}".encode())
+        status = int((await reader.readline()).split()[1])
+        try:
+            await asyncio.wait_for(reader.read(), 15)
+        except TimeoutError:
+            return status, False
+        finally:
+            writer.close()
+        return status, True
+
+    async def strangers(self) -> dict[str, Any]:
+        """Clients that no library has written; some keep more connections than a replica takes."""
+        upgrade = "GET /rank HTTP/1.1\r\nConnection: Upgrade\r\nUpgrade: websocket"
+        upgrade += "\r\nSec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\nSec-WebSocket-Version: 13"
+        length = "POST /rank HTTP/1.1\r\nContent-Type: application/json\r\nContent-Length: 50"
+        slow = [asyncio.create_task(self.raw(length, "{")) for _ in range(60)]
+        await asyncio.sleep(0.5)
+        meanwhile = self.outcome(await load.send(self.url, self.plan(seed=7, seconds=1)))
+        return {
+            "statuses": meanwhile["statuses"],
+            "slow": sorted(set(await asyncio.gather(*slow))),
+            "upgrade": (await self.raw(upgrade))[0],
+            "no_path": (await self.raw("OPTIONS * HTTP/1.1"))[0],
         }
 
     async def front_end(self) -> dict[str, Any]:
@@ -196,8 +225,10 @@ class Session:
             "overload": await self.overload(),
             # Before a replica is killed: its replacement has counts of its own.
             "metrics": await load.metrics(self.url, 2),
-            "kill": await self.kill(),
+            "strangers": await self.strangers(),
+            "kill": await self.kill(1),
             "metrics_of_replacement": await load.metrics(self.url, 2),
+            "kill_all": await self.kill(2, retries=0),
             "front_end": await self.front_end(),
             "drain": await self.drain(),
         }
