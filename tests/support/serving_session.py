@@ -13,15 +13,12 @@ import sys
 import time
 from typing import Any
 
-from examples.serving import local
+import aiohttp
+import numpy as np
+import serving_oracle
 
-local.prepare()
-
-import aiohttp  # noqa: E402
-import numpy as np  # noqa: E402
-
-from examples.serving import load, models, plans, wire  # noqa: E402
-from examples.serving.settings import Settings  # noqa: E402
+from examples.serving import load, local, models, plans, wire
+from examples.serving.settings import Settings
 
 #: Rounding of float32 in another order of sums.
 TOLERANCE = 1e-5
@@ -34,7 +31,7 @@ def settings(cache: str) -> Settings:
         cache=cache,
         # Few programs: both replicas compile them.
         candidates=(MOST,),
-        users=4,
+        users=(4,),
         new_users=(4,),
         user_bytes=200_000,
         wait_ms=2,
@@ -53,7 +50,7 @@ class Session:
     def __init__(self, service: local.Service) -> None:
         self.service, self.url = service, service.url
         self.source = models.SOURCES["tiny"]()
-        self.offline: dict[str, models.Offline] = {}
+        self.offline: dict[str, serving_oracle.Offline] = {}
 
     def plan(self, **changes: Any) -> plans.Plan:
         fields = {"rate": 15, "seconds": 4, "users": 100, "items": 200, "fewest": 1, "most": MOST}
@@ -66,7 +63,7 @@ class Session:
             if one.scores is None:
                 continue
             if one.weights not in self.offline:
-                self.offline[one.weights] = models.Offline(self.source, one.weights)
+                self.offline[one.weights] = serving_oracle.Offline(self.source, one.weights)
             # Padded to one size: the oracle compiles once.
             items = np.resize(one.asked.items, MOST)
             expected = self.offline[one.weights].scores(one.asked.user, items)
