@@ -146,7 +146,7 @@ def test_an_append_copies_no_pages():
         assert program.memory_analysis().alias_size_in_bytes >= 40_000 * PAGE_BYTES
 
 
-@pytest.mark.parametrize("version", [-1, 21, 1.5, "3", None])
+@pytest.mark.parametrize("version", [-1, 21, 1.5, "3", None, True])
 def test_a_version_is_a_number_of_events(version):
     scorer = _scorer()
     good = request(1, np.int64(3))
