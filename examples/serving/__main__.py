@@ -1,15 +1,4 @@
-"""Serves the ranker, sends it requests, measures it.
-
-python -m examples.serving serve             until Ctrl-C
-python -m examples.serving load              requests to a running service
-python -m examples.serving configuration     what `serve deploy` reads, for a cluster of Ray
-python -m examples.serving offline           ranks many candidates, without the service
-python -m examples.serving measure           batching and start-up, to a results file
-python -m examples.serving overload          answers in time at 1, 1.5 and 3 x the capacity
-python -m examples.serving alone             the scorer, without the service
-python -m examples.serving growth            histories that grow, in pages, without the service
-python -m examples.serving plot FILE         a plot of a results file
-"""
+"""Serves the ranker, sends it requests, measures it; `--help` lists the commands."""
 
 import argparse
 import asyncio
@@ -28,7 +17,7 @@ import jax
 import platformdirs
 import rich.console
 
-from examples.serving import alone, growth, local, models, offline, plans, records
+from examples.serving import alone, growth, local, models, plans, records
 from examples.serving.settings import Settings
 
 ERRORS = rich.console.Console(stderr=True)
@@ -41,11 +30,7 @@ def say(text: str) -> None:
 
 def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The command's options."""
-    parser = argparse.ArgumentParser(
-        prog="python -m examples.serving",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = argparse.ArgumentParser(prog="python -m examples.serving", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
 
     def command(name: str, text: str) -> argparse.ArgumentParser:
@@ -57,8 +42,8 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
         add.add_argument(
             "--source", choices=models.SOURCES, default="random", help="what is served"
         )
-        add.add_argument("--checkpoint", help="or the newest checkpoint in a run's folder")
-        add.add_argument("--data", help="folder of MovieLens-100k, for a checkpoint")
+        add.add_argument("--checkpoint", default="", help="or the newest one in a run's folder")
+        add.add_argument("--data", default="", help="folder of MovieLens-100k, for a checkpoint")
 
     def requests(add: argparse.ArgumentParser) -> None:
         add.add_argument(
@@ -93,14 +78,6 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     sent.add_argument("--retries", type=int, default=0, help="how often a client asks again")
     sent.add_argument("--replicas", type=int, default=1, help="number of replicas, for the counts")
 
-    many = command("offline", "ranks many candidates without the service")
-    service(many)
-    many.add_argument("--candidates", type=int, default=1_000_000, help="in total")
-    many.add_argument("--users", type=int, default=10_000, help="number of users")
-    many.add_argument("--bucket", type=int, default=4096, help="candidates of a call")
-    many.add_argument("--bucket-users", type=int, default=64, help="users of a call")
-    many.add_argument("--turns", type=int, default=0, help="compares with the program alone")
-
     for name, text in (
         ("measure", "measures batching and start-up"),
         ("overload", "offers more load than can be answered"),
@@ -111,7 +88,9 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
         measured.add_argument("--least", type=float, default=10, help="the smallest rate")
         measured.add_argument("--json", action="store_true", help="asks in JSON")
 
-    alone.add_options(command("alone", "measures the scorer without the service"))
+    scorer = command("alone", "measures the scorer without the service; ranks offline")
+    served(scorer)
+    alone.add_options(scorer)
     growth.add_options(command("growth", "measures histories that grow, in pages"))
     for name in RUNS:
         commands.choices[name].add_argument("--out", type=pathlib.Path, help="results file")
@@ -123,7 +102,7 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def absolute(folder: str | None) -> str:
+def absolute(folder: str) -> str:
     """The absolute path of a folder; empty for none."""
     return str(pathlib.Path(folder).expanduser().resolve()) if folder else ""
 
@@ -150,21 +129,16 @@ def settings_of(options: argparse.Namespace) -> Settings:
     )
 
 
-def interrupt(*signal_and_frame: object) -> None:
-    """Ends the service as Ctrl-C does."""
-    raise KeyboardInterrupt
-
-
 def serve(options: argparse.Namespace) -> None:
     """Serves until Ctrl-C or SIGTERM; what was accepted is answered."""
     say("starting; without a warm cache, all programs are compiled first")
-    signal.signal(signal.SIGTERM, interrupt)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     with (
         contextlib.suppress(KeyboardInterrupt),
         local.Service(settings_of(options), options.port, options.host) as service,
     ):
         # Ray has installed a handler of its own, which aborts.
-        signal.signal(signal.SIGTERM, interrupt)
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
         print(f"serving at {service.url}", flush=True)
         say("a version and Enter: replicas take other weights; Ctrl-C: the end")
         for line in sys.stdin:
@@ -211,25 +185,6 @@ def send(options: argparse.Namespace) -> dict[str, Any]:
     return {"plan": dataclasses.asdict(plan), "figures": figures, "latencies_ms": latencies}
 
 
-def rank(options: argparse.Namespace) -> dict[str, Any]:
-    """Ranks without the service; the figures."""
-    users = (options.bucket_users,)
-    settings = dataclasses.replace(
-        settings_of(options),
-        candidates=(options.bucket,),
-        users=users,
-        new_users=users,
-        joint=True,
-    )
-    source = settings.load()
-    say("loading or compiling the programs")
-    scorer = settings.scorer(source)
-    sizes = options.candidates, options.users
-    if options.turns:
-        return {"figures": offline.compare(scorer, source, *sizes, options.turns)}
-    return {"figures": offline.rank(scorer, source, *sizes)}
-
-
 def measure_service(options: argparse.Namespace) -> dict[str, Any]:
     """Measures batching and start-up, or offers more load than a service can answer."""
     from examples.serving import measure
@@ -252,7 +207,6 @@ def measure_service(options: argparse.Namespace) -> dict[str, Any]:
 #: What the commands that measure do; they return what a results file holds.
 RUNS: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
     "load": send,
-    "offline": rank,
     "measure": measure_service,
     "overload": measure_service,
     "alone": lambda options: alone.run(options, say),

@@ -43,8 +43,6 @@ FIGURES = (("stream", "share"), ("hits", "ratio"), ("offline", "share_of_bound")
 NAMES = tuple(name for name, _ in FIGURES)
 #: Rates of the stream, as shares of the throughput of full calls of as many requests.
 SHARES = (0.5, 0.6, 0.7, 0.75, 0.775, 0.8, 0.825, 0.85, 0.875, 0.9, 0.95)
-#: Turns of what is compared.
-TURNS = 3
 
 
 def prepared(source: models.Source, asked: Sequence[plans.Asked]) -> list[serving.Request]:
@@ -65,7 +63,7 @@ def call_seconds(scorer: serving.Scorer, source: models.Source) -> float:
     """Seconds of a call of the largest bucket, from the request to its scores."""
     items = np.zeros(scorer.buckets.largest[0], np.int32)
     request, times = models.request(source, 0, items), records.Times()
-    for _ in range(2 + 2 * TURNS):  # The first ones warm up.
+    for _ in range(8):  # The first ones warm up.
         with times.measured():
             scorer.rank([request])
     return statistics.median(times.seconds[2:])
@@ -171,7 +169,7 @@ def hit_rate(before: serving.Metrics, after: serving.Metrics) -> float:
 
 
 def hit_figures(
-    scorer: serving.Scorer, source: models.Source, seconds: float, say: records.Say
+    scorer: serving.Scorer, source: models.Source, seconds: float, turns: int, say: records.Say
 ) -> dict[str, Any]:
     """Full calls in which so many users have a state, by turns with full calls of new users."""
     asked = plans.requests(plans.plan_for(source, rate=500, seconds=seconds))
@@ -181,7 +179,7 @@ def hit_figures(
     # Lower than the share of requests with a known version: requests of one user in a call count
     # once, and some states had to leave the cache.
     rates: dict[float, list[float]] = {hits: [] for hits in speeds}
-    for hits, found in list(speeds.items()) * TURNS:
+    for hits, found in list(speeds.items()) * turns:
         full_calls(scorer, requests)
         before = scorer.metrics
         found.append(full_calls(scorer, plans.with_new_users(requests, hits, rng, versions)))
@@ -201,7 +199,6 @@ def hit_figures(
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Adds the options of `run`."""
-    parser.add_argument("--source", choices=models.SOURCES, default="random", help="what is ranked")
     parser.add_argument("--cache", default="", help="folder of compiled programs")
     buckets = [2048, 4096, 8192, 16384]
     parser.add_argument("--buckets", type=int, nargs="+", default=buckets, help="of candidates")
@@ -217,6 +214,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seconds", type=float, default=3.0, help="length of a stream")
     parser.add_argument("--candidates", type=int, default=1_000_000, help="ranked offline")
     parser.add_argument("--users", type=int, default=10_000, help="ranked offline")
+    parser.add_argument("--turns", type=int, default=3, help="of what is compared")
     parser.add_argument("--figures", choices=NAMES, nargs="+", default=NAMES, help="to measure")
 
 
@@ -225,6 +223,8 @@ def run(options: argparse.Namespace, say: records.Say) -> dict[str, Any]:
     most = options.bucket_users[-1]
     settings = Settings(
         source=options.source,
+        checkpoint=options.checkpoint,
+        data=options.data,
         cache=options.cache,
         candidates=tuple(options.buckets),
         users=tuple(options.bucket_users),
@@ -249,10 +249,13 @@ def run(options: argparse.Namespace, say: records.Say) -> dict[str, Any]:
     if "stream" in options.figures:
         found["stream"] = stream_figures(scorer, source, options.seconds, say)
     if "hits" in options.figures:
-        found["hits"] = hit_figures(scorer, source, options.seconds, say)
+        found["hits"] = hit_figures(scorer, source, options.seconds, options.turns, say)
     if "offline" in options.figures:
-        compared = offline.compare(scorer, source, options.candidates, options.users, TURNS)
-        say(f"offline: {compared['share_of_bound']:.2f} of the program alone")
+        compared = offline.compare(scorer, source, options.candidates, options.users, options.turns)
+        say(
+            f"offline: {compared['candidates_per_second']:,.0f} candidates a second, "
+            f"{compared['share_of_bound']:.2f} of the program alone"
+        )
         found["offline"] = {**compared, "bar": OFFLINE}
     missed = [x for x, key in FIGURES if x in found and found[x][key] < found[x]["bar"]]
     return {**found, "missed": missed}

@@ -109,7 +109,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace, say: records.Say) -> dict[str, Any]:
     """The figures of every number of events."""
-    found = []
+    found: list[dict[str, Any]] = []
     for events in options.events:
         source = models.SOURCES[options.source]()
         assert isinstance(source, HistorySource)

@@ -172,7 +172,8 @@ class HistorySource:
     """
 
     newest = "1"
-    model, growing = Whole(), Growing()
+    model: serving.Model = Whole()
+    growing = Growing()
     #: Events and users of programs that append: events of known users, a new user's history.
     appends = ((64, 16), (1024, 1))
 

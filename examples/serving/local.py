@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import pathlib
@@ -245,17 +246,34 @@ class Service:
 
         Raises:
           RuntimeError: if it does not run.
-          ValueError: if the weights cannot be used; then nothing has changed.
+          ValueError: if the weights cannot be used; then all replicas have the weights from before.
         """
+        before = self.weights
+        if not weights or weights == before:
+            return self._apply(limit_s)
+        self._check(weights)
+        self.weights = weights
+        self._apply(limit_s)
+        if reason := self._refused():
+            self.weights = before
+            self._apply(limit_s)
+            raise ValueError(reason)
+
+    def _refused(self) -> str:
+        """Why a replica has refused the newest weights, such as for want of memory; or empty."""
+        from examples.serving import load
+
+        found = asyncio.run(load.metrics(self.url, self.settings.replicas[0]))
+        return next(filter(None, (fields["refused_weights"] for fields in found.values())), "")
+
+    def _apply(self, limit_s: float) -> None:
+        """Makes the service what the settings and the weights say."""
         from ray import serve
         from ray.serve.context import _get_global_client
         from ray.serve.schema import ServeDeploySchema
 
         from examples.serving import app
 
-        if weights and weights != self.weights:
-            self._check(weights)
-            self.weights = weights
         # As `serve run FILE` does. `serve.run` would replace the replicas to change the weights.
         schema = ServeDeploySchema.model_validate(app.configuration(self.settings, self.weights))
         _get_global_client().deploy_apps(schema)

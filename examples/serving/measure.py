@@ -143,17 +143,17 @@ def offered(
 
 
 def rising(at: Callable[..., dict[str, Any]], least: float, seed: int) -> list[dict[str, Any]]:
-    """Rising rates, until one is not kept up and has no more answers in time than those before.
+    """Rising rates, until two in a row are not kept up and have no more answers in time.
 
     Where a rate is not kept up, the next one may still have more answers in time.
     """
     found: list[dict[str, Any]] = []
-    most = 0.0
-    while True:
+    most, stalled = 0.0, 0
+    while stalled < 2:
         found.append(run := at(least * STEP ** len(found), seed + len(found)))
-        if run["goodput"] < KEPT_UP * run["offered_rate"] and run["goodput"] <= most:
-            return found
-        most = max(most, run["goodput"])
+        rises = run["goodput"] > min(most, KEPT_UP * run["offered_rate"])
+        most, stalled = max(most, run["goodput"]), 0 if rises else stalled + 1
+    return found
 
 
 def batching(

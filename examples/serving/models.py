@@ -30,6 +30,7 @@ from examples.movielens.model import (
 from examples.serving.histories import HistorySource
 from examples.serving.histories import Sizes as HistorySizes
 from ikbo_jax import serving
+from ikbo_jax.serving.programs import with_rows
 
 Tree = Any
 UserIds = Sequence[int] | npt.NDArray[np.integer]
@@ -51,18 +52,12 @@ class Source(Protocol):
       newest: the version of the newest weights.
     """
 
-    @property
-    def model(self) -> serving.Model: ...
-    @property
-    def user(self) -> Tree: ...
-    @property
-    def candidate(self) -> Tree: ...
-    @property
-    def num_users(self) -> int: ...
-    @property
-    def num_items(self) -> int: ...
-    @property
-    def newest(self) -> str: ...
+    model: serving.Model
+    user: Tree
+    candidate: Tree
+    num_users: int
+    num_items: int
+    newest: str
 
     def weights(self, version: str) -> Tree:
         """The weights of a version."""
@@ -142,32 +137,12 @@ class RandomSource:
         self, num_users: int = 10_000, sizes: Sizes | None = None, dtype: str = "float32"
     ) -> None:
         self.num_users, self.sizes, self.dtype = num_users, sizes or Sizes(), dtype
-
-    @property
-    def num_items(self) -> int:
-        """Number of movies."""
-        return self.sizes.movies
-
-    @property
-    def user(self) -> Tree:
-        """A user's profile and history."""
-
-        def codes(*shape: int) -> Any:
-            return jax.ShapeDtypeStruct(shape, np.int32)
-
-        events = codes(self.sizes.history)
-        return Users(codes(len(PROFILE)), events, events, events, codes())
-
-    @property
-    def candidate(self) -> Tree:
-        """A candidate's movie."""
-        movie: Any = jax.ShapeDtypeStruct((), np.int32)
-        return Candidates(movie)
-
-    @property
-    def model(self) -> serving.Model:
-        """The ranker."""
-        return ModuleModel(nnx.graphdef(nnx.eval_shape(self._ranker)))
+        self.num_items = self.sizes.movies
+        code: Any = jax.ShapeDtypeStruct((), np.int32)
+        profile, events = with_rows(code, len(PROFILE)), with_rows(code, self.sizes.history)
+        self.user: Tree = Users(profile, events, events, events, code)
+        self.candidate: Tree = Candidates(code)
+        self.model: serving.Model = ModuleModel(nnx.graphdef(nnx.eval_shape(self._ranker)))
 
     def _ranker(self) -> Ranker:
         genres = np.zeros((self.sizes.movies, self.sizes.genres), np.float32)
