@@ -232,6 +232,7 @@ class Session:
 
 
 def main() -> None:
+    local.prepare()
     before = {name: x for name, x in os.environ.items() if "HAPROXY" in name}
     with local.Service(settings(sys.argv[1])) as service:
         found = asyncio.run(Session(service).all())
