@@ -261,9 +261,14 @@ class Service:
 
     def _refused(self) -> str:
         """Why a replica has refused the newest weights, such as for want of memory; or empty."""
+        import aiohttp
+
         from examples.serving import load
 
-        found = asyncio.run(load.metrics(self.url, self.settings.replicas[0]))
+        try:
+            found = asyncio.run(load.metrics(self.url, self.settings.replicas[0]))
+        except aiohttp.ClientError:
+            return ""  # No replica answers at present.
         return next(filter(None, (fields["refused_weights"] for fields in found.values())), "")
 
     def _apply(self, limit_s: float) -> None:

@@ -9,6 +9,7 @@ import json
 import os
 import pathlib
 import platform
+import shutil
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -24,12 +25,14 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 def surroundings() -> dict[str, Any]:
     """Where and when a measurement was made, with the versions of what is there."""
     packages = [name for name in ("jax", "ray") if importlib.util.find_spec(name)]
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=ROOT
-    )
+    commit = os.environ.get("IKBO_COMMIT", "")
+    # An image has neither git nor a history.
+    if not commit and shutil.which("git"):
+        command = ["git", "rev-parse", "--short", "HEAD"]
+        commit = subprocess.run(command, capture_output=True, text=True, cwd=ROOT).stdout.strip()
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "commit": os.environ.get("IKBO_COMMIT") or commit.stdout.strip(),
+        "commit": commit,
         "machine": platform.platform(),
         "cpus": os.cpu_count(),
         "load": os.getloadavg()[0],
