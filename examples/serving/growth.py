@@ -103,7 +103,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--known", type=int, default=64, help="users that were asked for before")
     parser.add_argument("--requests", type=int, default=48, help="of a turn")
     parser.add_argument("--turns", type=int, default=5, help="number of turns")
-    parser.add_argument("--user-bytes", type=int, default=1 << 30, help="of all pages")
+    # 64 histories of 4,096 events of `histories-hopper` take 1.1 GB.
+    parser.add_argument("--user-bytes", type=int, default=1 << 31, help="of all pages")
     parser.add_argument("--seed", type=int, default=0, help="of all that is drawn")
 
 
