@@ -357,12 +357,16 @@ backend default_backend
     server SERVE_PROXY_ACTOR-fallback-b 127.0.0.1:35709 check backup
 """
     (tmp_path / "cfg").write_text(written)
-    script = local.HAPROXY.format(binary="/bin/true", most=64, refusal="/b/503.http")
+    fields = {"binary": "/bin/true", "refusal": "/b/503.http", "cut": local.CUT}
+    script = local.HAPROXY.format(most=64, **fields)
     subprocess.run(["sh", "-c", script, "sh", "-db", "-f", str(tmp_path / "cfg")], check=True)
     assert (tmp_path / "cfg").read_text().splitlines() == [
         *("frontend prometheus", "    bind 127.0.0.1:9101"),
         "    acl healthcheck path -i /-/healthz",
         *("http-request return status 404 if !{ path_beg / }", "http-request del-header Upgrade"),
+        "http-response wait-for-body time 2s",
+        "http-response set-var(txn.got) res.body_len",
+        f"http-response return status 502 if {local.CUT}",
         '    http-request return status 200 string "success" if healthcheck '
         "backend_http-a_server_up { be_conn_free(http-a) ge 0 }",
         *("defaults", "timeout http-request 5s", "option http-buffer-request"),
