@@ -68,8 +68,8 @@ ENVIRONMENT = {
 #: takes 1.7 ms of CPU time to refuse a request.
 #: A body is complete before a replica hears of it. So a slow client takes no replica's place, and
 #: HAProxy can send the request again if the replica dies: a request whose body had not come would
-#: end with a closed connection. The same holds for an answer that breaks off (`CUT`): 1 of 26 kills
-#: fell between the headers and the body of one.
+#: end with a closed connection. So would an answer that breaks off (`CUT`), since a replica writes
+#: headers and body apart.
 HAPROXY = """#!/bin/sh
 # Arguments: -db -f CONFIGURATION ...
 sed -i -e 's/bind [*]*:/bind 127.0.0.1:/' \\
