@@ -66,6 +66,7 @@ ENVIRONMENT = {
 #: for replicas that miss their checks, has no such bound, so that `be_conn_free` is -1 if it is
 #: alone. What is above the bound gets 503 from HAProxy: a replica, which reads HTTP in Python,
 #: takes 1.7 ms of CPU time to refuse a request.
+#: Before it tries a server again, HAProxy waits as long as a connection may take, at most 1 s.
 #: A body is complete before a replica hears of it. So a slow client takes no replica's place, and
 #: HAProxy can send the request again if the replica dies: a request whose body had not come would
 #: end with a closed connection. So would an answer that breaks off (`CUT`), since a replica writes
@@ -79,6 +80,7 @@ sed -i -e 's/bind [*]*:/bind 127.0.0.1:/' \\
   -e '/^ *acl healthcheck /a http-response wait-for-body time 2s' \\
   -e '/^ *acl healthcheck /a http-response set-var(txn.got) res.body_len' \\
   -e '/^ *acl healthcheck /a http-response return status 502 if {cut}' \\
+  -e 's/timeout connect .*/timeout connect 200ms/' \\
   -e 's/return status 404 .*/return status 503 hdr Retry-After 1/' \\
   -e 's/ backend_\\(.*\\)_server_up$/& {{ be_conn_free(\\1) ge 0 }}/' \\
   -e 's/^\\( *server .*\\) check observe/\\1 maxconn {most} check observe/' \\

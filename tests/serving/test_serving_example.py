@@ -349,6 +349,7 @@ frontend prometheus
     acl healthcheck path -i /-/healthz
     http-request return status 200 string "success" if healthcheck backend_http-a_server_up
 defaults
+    timeout connect 5s
     errorfile 502 /a/500.http
     errorfile 503 /a/500.http
 backend default_backend
@@ -370,7 +371,7 @@ backend default_backend
         '    http-request return status 200 string "success" if healthcheck '
         "backend_http-a_server_up { be_conn_free(http-a) ge 0 }",
         *("defaults", "timeout http-request 5s", "option http-buffer-request"),
-        "timeout queue 20ms",
+        *("timeout queue 20ms", "    timeout connect 200ms"),
         *("errorfile 503 /b/503.http", "backend default_backend"),
         "    http-request return status 503 hdr Retry-After 1",
         "    server SERVE_REPLICA_a 127.0.0.1:30000 maxconn 64 check observe layer4",
