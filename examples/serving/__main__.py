@@ -236,7 +236,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         found = {**records.surroundings(), **RUNS[options.command](options)}
         found["load_after"] = os.getloadavg()[0]
         if options.out:
-            records.write(options.out, found)
+            options.out.parent.mkdir(parents=True, exist_ok=True)
+            options.out.write_text(json.dumps(found, indent=1) + "\n", "utf-8")
             say(f"written: {options.out}")
         if "figures" in found:
             print(json.dumps(found["figures"], indent=1))

@@ -162,12 +162,6 @@ def stream_figures(
     return figures | {"full_call": host}
 
 
-def hit_rate(before: serving.Metrics, after: serving.Metrics) -> float:
-    """The share of users whose state was in the cache, between two looks at a scorer's counts."""
-    hits, misses = after.hits - before.hits, after.misses - before.misses
-    return hits / max(1, hits + misses)
-
-
 def hit_figures(
     scorer: serving.Scorer, source: models.Source, seconds: float, turns: int, say: records.Say
 ) -> dict[str, Any]:
@@ -183,7 +177,9 @@ def hit_figures(
         full_calls(scorer, requests)
         before = scorer.metrics
         found.append(full_calls(scorer, plans.with_new_users(requests, hits, rng, versions)))
-        rates[hits].append(hit_rate(before, scorer.metrics))
+        known = scorer.metrics.hits - before.hits
+        new = scorer.metrics.misses - before.misses
+        rates[hits].append(known / max(1, known + new))
     without, with_hits = (statistics.median(found) for found in speeds.values())
     say(
         f"user cache: {HITS:.0%} hits ({statistics.median(rates[HITS]):.0%} of the users of calls) "

@@ -5,7 +5,6 @@ import dataclasses
 import datetime
 import importlib.metadata
 import importlib.util
-import json
 import os
 import pathlib
 import platform
@@ -45,12 +44,6 @@ def recorded(settings: Settings) -> dict[str, Any]:
     """Settings as a results file holds them: without folders of this machine."""
     fields = dataclasses.asdict(settings)
     return {name: fields[name] for name in fields.keys() - {"cache", "checkpoint", "data"}}
-
-
-def write(path: pathlib.Path, results: dict[str, Any]) -> None:
-    """Writes a results file."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(results, indent=1) + "\n", "utf-8")
 
 
 class Times:
