@@ -1,6 +1,6 @@
 """Measures the scorer in one process, without the engine: latency under load, user cache, offline.
 
-    python -m examples.serving.alone --out FILE.json
+    python -m examples.serving alone --out FILE.json
 
 Needs nothing of the engine, so that its overhead can be told from the scorer's. Three figures:
 
@@ -18,13 +18,13 @@ import argparse
 import collections
 import contextlib
 import dataclasses
+import functools
 import gc
 import itertools
-import pathlib
+import operator
 import statistics
-import sys
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -43,24 +43,17 @@ FIGURES = (("stream", "share"), ("hits", "ratio"), ("offline", "share_of_bound")
 NAMES = tuple(name for name, _ in FIGURES)
 #: Rates of the stream, as shares of the throughput of full calls of as many requests.
 SHARES = (0.5, 0.6, 0.7, 0.75, 0.775, 0.8, 0.825, 0.85, 0.875, 0.9, 0.95)
-#: Turns of what is compared.
-TURNS = 3
-
-Say = Callable[[str], None]
 
 
 def prepared(source: models.Source, asked: Sequence[plans.Asked]) -> list[serving.Request]:
     """The requests, whose users' features are made in advance: to fetch them is not measured."""
-    features: dict[int, Any] = {}
-
-    def features_of(user: int) -> Callable[[], Any]:
-        if user not in features:
-            features[user] = source.features(user)
-        return lambda: features[user]
-
+    users = sorted({one.user for one in asked})
+    rows = source.features_of(users)
+    features = {u: jax.tree.map(operator.itemgetter(n), rows) for n, u in enumerate(users)}
     return [
         dataclasses.replace(
-            models.request(source, one.user, one.items), features=features_of(one.user)
+            models.request(source, one.user, one.items),
+            features=functools.partial(features.__getitem__, one.user),
         )
         for one in asked
     ]
@@ -69,13 +62,11 @@ def prepared(source: models.Source, asked: Sequence[plans.Asked]) -> list[servin
 def call_seconds(scorer: serving.Scorer, source: models.Source) -> float:
     """Seconds of a call of the largest bucket, from the request to its scores."""
     items = np.zeros(scorer.buckets.largest[0], np.int32)
-    request = models.request(source, 0, items)
-    seconds = []
-    for _ in range(2 + 2 * TURNS):  # The first ones warm up.
-        start = time.perf_counter()
-        scorer.rank([request])
-        seconds.append(time.perf_counter() - start)
-    return statistics.median(seconds[2:])
+    request, times = models.request(source, 0, items), records.Times()
+    for _ in range(8):  # The first ones warm up.
+        with times.measured():
+            scorer.rank([request])
+    return statistics.median(times.seconds[2:])
 
 
 def host_times(
@@ -87,21 +78,20 @@ def host_times(
       By "start" (from the requests to the last command to the device), "wait" (until the scores are
       on the host) and "answers": seconds of a call, and of a request.
     """
-    sums, calls = {"start": 0.0, "wait": 0.0, "answers": 0.0}, 0
+    times = {name: records.Times() for name in ("start", "wait", "answers")}
     for part in fitting_parts(enumerate(requests), scorer.buckets):
-        chosen = [request for _, request in part]
-        times = [time.perf_counter()]
-        pending = scorer.start(chosen)
-        for step in (pending.wait, pending.answers):
-            times.append(time.perf_counter())
-            step()
-        times.append(time.perf_counter())
-        calls += 1
-        for name, (begin, end) in zip(sums, itertools.pairwise(times), strict=True):
-            sums[name] += end - begin
+        with times["start"].measured():
+            pending = scorer.start([request for _, request in part])
+        with times["wait"].measured():
+            pending.wait()
+        with times["answers"].measured():
+            pending.answers()
     return {
-        name: {"call_s": found / calls, "request_s": found / len(requests)}
-        for name, found in sums.items()
+        name: {
+            "call_s": statistics.mean(found.seconds),
+            "request_s": sum(found.seconds) / len(requests),
+        }
+        for name, found in times.items()
     }
 
 
@@ -136,7 +126,7 @@ def full_speed(scorer: serving.Scorer, source: models.Source, rate: float, secon
 
 
 def stream_figures(
-    scorer: serving.Scorer, source: models.Source, seconds: float, say: Say
+    scorer: serving.Scorer, source: models.Source, seconds: float, say: records.Say
 ) -> dict[str, Any]:
     """The stream at all rates of `SHARES`, each beside the same requests in full calls."""
     limit = LATENCY * call_seconds(scorer, source)
@@ -172,14 +162,8 @@ def stream_figures(
     return figures | {"full_call": host}
 
 
-def hit_rate(before: serving.Metrics, after: serving.Metrics) -> float:
-    """The share of users whose state was in the cache, between two looks at a scorer's counts."""
-    hits, misses = after.hits - before.hits, after.misses - before.misses
-    return hits / max(1, hits + misses)
-
-
 def hit_figures(
-    scorer: serving.Scorer, source: models.Source, seconds: float, say: Say
+    scorer: serving.Scorer, source: models.Source, seconds: float, turns: int, say: records.Say
 ) -> dict[str, Any]:
     """Full calls in which so many users have a state, by turns with full calls of new users."""
     asked = plans.requests(plans.plan_for(source, rate=500, seconds=seconds))
@@ -189,11 +173,13 @@ def hit_figures(
     # Lower than the share of requests with a known version: requests of one user in a call count
     # once, and some states had to leave the cache.
     rates: dict[float, list[float]] = {hits: [] for hits in speeds}
-    for hits, found in list(speeds.items()) * TURNS:
+    for hits, found in list(speeds.items()) * turns:
         full_calls(scorer, requests)
         before = scorer.metrics
         found.append(full_calls(scorer, plans.with_new_users(requests, hits, rng, versions)))
-        rates[hits].append(hit_rate(before, scorer.metrics))
+        known = scorer.metrics.hits - before.hits
+        new = scorer.metrics.misses - before.misses
+        rates[hits].append(known / max(1, known + new))
     without, with_hits = (statistics.median(found) for found in speeds.values())
     say(
         f"user cache: {HITS:.0%} hits ({statistics.median(rates[HITS]):.0%} of the users of calls) "
@@ -207,54 +193,8 @@ def hit_figures(
     }
 
 
-def measured(
-    settings: Settings,
-    source: models.Source,
-    *,
-    seconds: float,
-    candidates: int,
-    users: int,
-    figures: Collection[str] = NAMES,
-    say: Say,
-) -> dict[str, Any]:
-    """The figures.
-
-    Args:
-      settings: of the scorer.
-      source: what the settings load.
-      seconds: length of a stream, and of the requests in full calls.
-      candidates: candidates that are ranked offline.
-      users: users that are ranked offline.
-      figures: names of the figures to measure, of `FIGURES`.
-      say: prints a line.
-    """
-    start = time.perf_counter()
-    scorer = settings.scorer(source)
-    say(f"programs compiled or loaded in {time.perf_counter() - start:.1f} s")
-    found = {
-        **records.surroundings("jax"),
-        "device": jax.devices()[0].device_kind,
-        "settings": records.recorded(settings),
-    }
-    if "stream" in figures:
-        found["stream"] = stream_figures(scorer, source, seconds, say)
-    if "hits" in figures:
-        found["hits"] = hit_figures(scorer, source, seconds, say)
-    if "offline" in figures:
-        compared = offline.compare(scorer, source, candidates, users, TURNS)
-        say(f"offline: {compared['share_of_bound']:.2f} of the program alone")
-        found["offline"] = {**compared, "bar": OFFLINE}
-    return found
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m examples.serving.alone",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--source", choices=models.SOURCES, default="random")
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of `run`."""
     parser.add_argument("--cache", default="", help="folder of compiled programs")
     buckets = [2048, 4096, 8192, 16384]
     parser.add_argument("--buckets", type=int, nargs="+", default=buckets, help="of candidates")
@@ -265,20 +205,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # A full call has 22 users; with 80 % hits, 5 of them are new.
     new = [8, 32, 64, 256]
     parser.add_argument("--new-users", type=int, nargs="+", default=new, help="of a call")
-    parser.add_argument("--user-bytes", type=int, default=1 << 30, help="of the user cache")
+    # The states of 256 users of `histories-hopper` take 1.2 GB.
+    parser.add_argument("--user-bytes", type=int, default=1 << 31, help="of the user cache")
     parser.add_argument("--seconds", type=float, default=3.0, help="length of a stream")
     parser.add_argument("--candidates", type=int, default=1_000_000, help="ranked offline")
     parser.add_argument("--users", type=int, default=10_000, help="ranked offline")
+    parser.add_argument("--turns", type=int, default=3, help="of what is compared")
     parser.add_argument("--figures", choices=NAMES, nargs="+", default=NAMES, help="to measure")
-    parser.add_argument("--out", type=pathlib.Path, help="results file (JSON)")
-    options = parser.parse_args(arguments)
-    *fewer, most = options.bucket_users
+
+
+def run(options: argparse.Namespace, say: records.Say) -> dict[str, Any]:
+    """The figures."""
+    most = options.bucket_users[-1]
     settings = Settings(
         source=options.source,
+        checkpoint=options.checkpoint,
+        data=options.data,
         cache=options.cache,
         candidates=tuple(options.buckets),
-        users=most,
-        fewer_users=tuple(fewer),
+        users=tuple(options.bucket_users),
         new_users=tuple(sorted({min(n, most) for n in (*options.new_users, most)})),
         user_bytes=options.user_bytes,
         joint="offline" in options.figures,
@@ -286,19 +231,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
     source = settings.load()
     largest = plans.plan_for(source, seconds=options.seconds).most
     if largest > options.buckets[-1]:
-        parser.error(
+        raise SystemExit(
             f"requests have up to {largest} candidates, but the largest bucket has "
             f"{options.buckets[-1]}"
         )
-    sizes = {"candidates": options.candidates, "users": options.users}
-    found = measured(
-        settings, source, seconds=options.seconds, **sizes, figures=options.figures, say=print
-    )
-    if options.out:
-        records.write(options.out, found)
+    start = time.perf_counter()
+    scorer = settings.scorer(source)
+    say(f"programs compiled or loaded in {time.perf_counter() - start:.1f} s")
+    found: dict[str, Any] = {
+        "device": jax.devices()[0].device_kind,
+        "settings": records.recorded(settings),
+    }
+    if "stream" in options.figures:
+        found["stream"] = stream_figures(scorer, source, options.seconds, say)
+    if "hits" in options.figures:
+        found["hits"] = hit_figures(scorer, source, options.seconds, options.turns, say)
+    if "offline" in options.figures:
+        compared = offline.compare(scorer, source, options.candidates, options.users, options.turns)
+        say(
+            f"offline: {compared['candidates_per_second']:,.0f} candidates a second, "
+            f"{compared['share_of_bound']:.2f} of the program alone"
+        )
+        found["offline"] = {**compared, "bar": OFFLINE}
     missed = [x for x, key in FIGURES if x in found and found[x][key] < found[x]["bar"]]
-    return 1 if missed else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    return {**found, "missed": missed}

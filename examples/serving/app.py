@@ -166,8 +166,7 @@ class Ranking:
         left = start + limit - time.monotonic()
         if seconds := self.admission.admit(wanted.size, left):
             self.counts["refused"] += 1
-            reason, headers = early.busy(seconds)
-            return JSONResponse(reason, 503, headers)
+            return early.busy(seconds)
         try:
             answer = await self.answer(Item(wanted, start + limit), left)
         finally:

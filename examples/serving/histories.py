@@ -11,7 +11,7 @@ the width, N heads of width H.
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -80,12 +80,16 @@ def next_rows(layer: Tree, x: jax.Array, attended: jax.Array) -> jax.Array:
     return x + jax.nn.gelu(rms_norm(x) @ layer["expand"]) @ layer["contract"]
 
 
-def scores(weights: Tree, item: jax.Array, attend: Callable[..., Any]) -> jax.Array:
-    """Scores [B] f32 of candidates; `attend` attends to the history of a layer, and to itself."""
+def scores(weights: Tree, item: jax.Array, history: Sequence[Tree], **options: Any) -> jax.Array:
+    """Scores [B] f32 of candidates, which attend to the history of every layer and to themselves.
+
+    `history` has a key and a value of each layer; `options` are further arguments of the attention.
+    """
     x = weights["item"][item]
-    for n, layer in enumerate(weights["layers"]):
+    for layer, pages in zip(weights["layers"], history, strict=True):
         query, key, value = (rows[:, None] for rows in projected(layer, x))
-        out = attend(n, query, self_key=key, self_value=value)
+        own: Tree = {"self_key": key, "self_value": value, "indices_are_sorted": True}
+        out: Any = ikbo.attention(query, **pages, **own, **options)
         x = next_rows(layer, x, out)
     return (rms_norm(x) @ weights["head"]).astype(jnp.float32)
 
@@ -117,19 +121,14 @@ class Growing:
         self, weights: Tree, history: serving.History, item: jax.Array, cand_to_user: jax.Array
     ) -> jax.Array:
         """Scores [B] f32."""
-
-        def attend(n: int, query: jax.Array, **own: Any) -> Any:
-            return ikbo.attention(
-                query,
-                **history.pages[n],
-                cand_to_user=cand_to_user,
-                page_table=history.table,
-                key_value_seq_lengths=history.lengths,
-                indices_are_sorted=True,
-                **own,
-            )
-
-        return scores(weights, item, attend)
+        return scores(
+            weights,
+            item,
+            history.pages,
+            cand_to_user=cand_to_user,
+            page_table=history.table,
+            key_value_seq_lengths=history.lengths,
+        )
 
 
 class Whole:
@@ -149,18 +148,13 @@ class Whole:
         self, weights: Tree, state: Tree, item: jax.Array, cand_to_user: jax.Array
     ) -> jax.Array:
         """Scores [B] f32."""
-
-        def attend(n: int, query: jax.Array, **own: Any) -> Any:
-            return ikbo.attention(
-                query,
-                **state["layers"][n],
-                cand_to_user=cand_to_user,
-                key_value_seq_lengths=state["length"],
-                indices_are_sorted=True,
-                **own,
-            )
-
-        return scores(weights, item, attend)
+        return scores(
+            weights,
+            item,
+            state["layers"],
+            cand_to_user=cand_to_user,
+            key_value_seq_lengths=state["length"],
+        )
 
 
 class HistorySource:
@@ -178,7 +172,8 @@ class HistorySource:
     """
 
     newest = "1"
-    model, growing = Whole(), Growing()
+    model: serving.Model = Whole()
+    growing = Growing()
     #: Events and users of programs that append: events of known users, a new user's history.
     appends = ((64, 16), (1024, 1))
 
@@ -251,10 +246,6 @@ class HistorySource:
     def features_of(self, users: UserIds) -> Users:
         """Whole histories of version 0."""
         return self.whole(users, self.lengths[np.asarray(users)])
-
-    def features(self, user: int) -> Users:
-        """A user's whole history of version 0."""
-        return jax.tree.map(lambda leaf: leaf[0], self.features_of([user]))
 
     def candidates(self, items: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
         """The items themselves."""

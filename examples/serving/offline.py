@@ -10,7 +10,7 @@ import jax
 import numpy as np
 import numpy.typing as npt
 
-from examples.serving import models
+from examples.serving import models, records
 from ikbo_jax import serving
 
 #: Calls that may be under way before the first one is waited for.
@@ -44,8 +44,6 @@ def rank(
     source: models.Source,
     candidates: int,
     users: int,
-    *,
-    progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> dict[str, Any]:
     """Ranks; the figures, with a digest of the scores.
 
@@ -61,7 +59,6 @@ def rank(
         done = rows.stop
         total += float(np.sum(scores, dtype=np.float64))
         best = max(best, float(np.max(scores)))
-        progress(done, candidates)
     seconds = time.perf_counter() - start
     after = scorer.metrics
     padding = after.padding - before.padding
@@ -118,37 +115,26 @@ def bound(source: models.Source, weights: str, buckets: serving.Buckets) -> Call
 
 
 def compare(
-    scorer: serving.Scorer,
-    source: models.Source,
-    candidates: int,
-    users: int,
-    turns: int,
-    *,
-    progress: Callable[[int, int], None] = lambda done, total: None,
+    scorer: serving.Scorer, source: models.Source, candidates: int, users: int, turns: int
 ) -> dict[str, Any]:
     """Ranks, by turns with as many calls of `bound`; the figures of the last turn.
 
     `share_of_bound` is the median, over the turns, of the bound's seconds over the ranking's;
     `cpu_share_of_bound` is the same of CPU time, which other processes disturb less.
     """
-    shares, cpu_shares, figures = [], [], {}
-    alone = bound(source, str(scorer.metrics.weights), scorer.buckets)
-    for turn in range(turns):
-
-        def show(done: int, _: int, turn: int = turn) -> None:
-            progress(turn * candidates + done, turns * candidates)
-
+    ranking, alone, figures = records.Times(), records.Times(), {}
+    run_alone = bound(source, str(scorer.metrics.weights), scorer.buckets)
+    for _ in range(turns):
         # Every turn encodes all users.
         scorer.forget_users()
-        begin = time.process_time()
-        figures = rank(scorer, source, candidates, users, progress=show)
-        middle, start = time.process_time(), time.perf_counter()
-        alone(figures["calls"])
-        shares.append((time.perf_counter() - start) / figures["seconds"])
-        cpu_shares.append((time.process_time() - middle) / (middle - begin))
+        with ranking.measured():
+            figures = rank(scorer, source, candidates, users)
+        with alone.measured():
+            run_alone(figures["calls"])
+    shares = np.divide(alone.seconds, ranking.seconds).tolist()
     return {
         **figures,
         "shares": shares,
         "share_of_bound": statistics.median(shares),
-        "cpu_share_of_bound": statistics.median(cpu_shares),
+        "cpu_share_of_bound": float(np.median(np.divide(alone.cpu_seconds, ranking.cpu_seconds))),
     }

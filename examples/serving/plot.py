@@ -106,8 +106,8 @@ def text(results: dict[str, Any]) -> str:
 
 
 def offline_text(results: dict[str, Any]) -> str:
-    """The figures of a results file of `offline --turns`, in Markdown."""
-    found = results["figures"]
+    """The figures of a results file of `alone --figures offline`, in Markdown."""
+    found = results["offline"]
     shares = ", ".join(f"{share:.2f}" for share in found["shares"])
     return (
         f"Ranking offline: {found['candidates']:,} candidates of {found['users']:,} users in "
@@ -126,7 +126,7 @@ def page(old: str, file: pathlib.Path) -> str:
     Args:
       old: the page.
       file: a results file of `measure`; `NAME-offline.json` beside it, if it exists, is one of
-        `offline --turns`.
+        `alone --figures offline`.
     """
     parts = [text(_read(file))]
     if (other := file.with_name(f"{file.stem}-offline.json")).exists():

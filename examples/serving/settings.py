@@ -6,6 +6,7 @@ from typing import Any
 from examples.serving import models
 from examples.serving.histories import HistorySource
 from ikbo_jax import serving
+from ikbo_jax.serving.programs import check_finite, specs_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,9 +20,8 @@ class Settings:
       weights: the version of the weights to start with; empty: the newest one.
       cache: folder of compiled programs.
       candidates: buckets of candidates; the last one is also the largest request.
-      users: the largest number of users of a batch.
-      fewer_users: smaller numbers of users that have programs of their own. A call gathers a state
-        for each user of its bucket. Every number needs a program for each number of candidates.
+      users: buckets of users of a batch. A call gathers a state for each user of its bucket. Every
+        number needs a program for each number of candidates.
       new_users: buckets of users whose state is not there yet.
       user_bytes: bytes of the users' states of one replica.
       joint: whether programs that encode users and score candidates in one are compiled; ranking
@@ -50,8 +50,7 @@ class Settings:
     weights: str = ""
     cache: str = ""
     candidates: tuple[int, ...] = (128, 384, 768, 1152, 1536, 2048)
-    users: int = 16
-    fewer_users: tuple[int, ...] = ()
+    users: tuple[int, ...] = (16,)
     new_users: tuple[int, ...] = (1, 4, 16)
     user_bytes: int = 1 << 28
     joint: bool = False
@@ -80,16 +79,27 @@ class Settings:
         """What is served."""
         return models.source_of(self.source, self.checkpoint, self.data)
 
+    def why_refused(self, version: str) -> str:
+        """Why no service may have a version of the weights; empty if one may."""
+        try:
+            source = self.load()
+            weights = source.weights(version)
+            check_finite(weights)
+            # The model runs on shapes alone.
+            specs_of(source.model, weights, source.user, source.candidate)
+        except Exception as error:
+            return f"weights {version} are refused: {error}"
+        return ""
+
     def _shared(self, source: models.Source) -> dict[str, Any]:
         """Arguments of both scorers."""
         if self.cache:
             serving.use_cache_folder(self.cache)
         version = self.weights or source.newest
-        users = (*self.fewer_users, self.users)
         return {
             "weights": source.weights(version),
             "candidate": source.candidate,
-            "buckets": serving.Buckets(self.candidates, users, self.new_users),
+            "buckets": serving.Buckets(self.candidates, self.users, self.new_users),
             "user_bytes": self.user_bytes,
             "version": version,
         }

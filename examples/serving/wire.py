@@ -42,7 +42,7 @@ class Body(pydantic.BaseModel):
 
     user: int
     version: int = 0
-    candidates: Annotated[list[int], pydantic.BeforeValidator(_items)]
+    candidates: Annotated[list[int], pydantic.FailFast(), pydantic.BeforeValidator(_items)]
     timeout_ms: Annotated[float, pydantic.Field(gt=0)] | None = None
 
 
@@ -83,6 +83,14 @@ def _no_number(name: str) -> None:
     raise ValueError(f"{name} is no number of JSON")
 
 
+def _fields(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        # Readers differ in which of the values they take.
+        raise ValueError("a name stands twice in an object")
+    return found
+
+
 def read(content_type: str, body: bytes) -> Body:
     """Reads a request's body.
 
@@ -95,9 +103,9 @@ def read(content_type: str, body: bytes) -> Body:
         raise BodyError(415, f"Content-Type is {kind or 'missing'}, expected {JSON} or {BINARY}")
     try:
         if kind == JSON:
-            fields = json.loads(body, parse_constant=_no_number)
+            fields = json.loads(body, parse_constant=_no_number, object_pairs_hook=_fields)
         else:
-            fields = msgpack.unpackb(body)
+            fields = msgpack.unpackb(body, object_pairs_hook=_fields)
     except RecursionError:
         raise BodyError(400, f"the body is not {kind}: it is nested too deeply") from None
     except (ValueError, msgpack.UnpackException) as error:

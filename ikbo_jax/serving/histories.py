@@ -253,8 +253,10 @@ class HistoryScorer(BatchScorer):
 
     def _checked(self, request: Request) -> Checked:
         found = super()._checked(request)
-        most, version = self._pool.most * self._pool.page, request.version
-        if not isinstance(version, int | np.integer) or not 0 <= version <= most:
+        version: Any = request.version
+        most = self._pool.most * self._pool.page
+        is_number = isinstance(version, int | np.integer) and not isinstance(version, bool)
+        if not is_number or not 0 <= version <= most:
             raise BadRequestError(
                 f"version is {version!r:.80}, expected a number of events, 0 to {most}"
             )

@@ -178,7 +178,7 @@ def test_a_server_scores_as_the_trained_ranker(folder, trainers, whole, tmp_path
     trainer = trainers("ikbo")
     trainer.run(0, tmp_path, QUIET)
     settings = Settings(
-        checkpoint=str(tmp_path), data=str(folder), candidates=(256,), users=4, new_users=(4,)
+        checkpoint=str(tmp_path), data=str(folder), candidates=(256,), users=(4,), new_users=(4,)
     )
     source = settings.load()
     assert (source.newest, source.num_users, source.num_items) == ("30", 41, MOVIES + 1)

@@ -116,6 +116,22 @@ def test_a_killed_replica_loses_no_request(session):
     assert (found["weights"], found["current"]) == (["2"], ["2", "2"])
 
 
+def test_requests_have_a_status_where_all_replicas_are_killed(session):
+    """HAProxy sends what the replicas had to Ray's proxy, which gives up after the deadline."""
+    found = session["kill_all"]
+    assert found["statuses"].keys() <= {"200", "408", "503"}
+    assert (found["replicas_after"], found["same"]) == (2, 0)
+    assert (found["wrong"], found["current"]) == (0, ["2", "2"])
+
+
+def test_strangers_get_a_status_and_leave_the_others_alone(session):
+    found = session["strangers"]
+    assert found["statuses"].keys() == {"200"}
+    # HAProxy's, since no replica hears of a request whose body is not there.
+    assert found["slow"] == [[408, True]]
+    assert (found["upgrade"], found["no_path"]) == (405, 404)
+
+
 def test_haproxy_is_replaced(session):
     found = session["front_end"]
     # Nobody listens, or no replica is known yet; then all is well.

@@ -16,14 +16,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import serving_oracle
 
 import ikbo_jax
 from examples.serving import alone, load, local, models, offline, plans, plot, records, stream, wire
+from examples.serving.__main__ import main
 from examples.serving.settings import Settings
 from ikbo_jax import serving
 from ikbo_jax.serving.programs import specs_of, with_rows
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
+SMALL = Settings(
+    source="tiny", candidates=(128,), users=(4,), new_users=(4,), joint=True, user_bytes=1 << 20
+)
 PLAN = plans.Plan(rate=200, seconds=10, users=50, items=30, fewest=64, most=2048)
 
 
@@ -52,14 +57,13 @@ def test_figures_count_all_tries():
     zero = dict.fromkeys((*load.COUNTS, "compilations"), 0)
     counts |= {"scored": 4, "wasted": 1}
     since = load.since({"a": zero}, {"a": zero | counts, "b": zero | counts})
-    found = load.summary(PLAN, told, since)
+    found = load.summary(PLAN, told, since, deadline_s=0.2)
     assert found["statuses"] == {"200": 2, "503": 1, "0": 1}
     assert (found["retried"], found["answers_of_replicas"]) == (3, [1, 1])
     assert found["throughput"] == 2 / 10
     assert found["p50_ms"] == pytest.approx(200)
     assert (found["requests_per_call"], found["hit_rate"]) == (1.5, 0.25)
     assert (found["padding_share"], found["wasted_share"]) == (0.25, 0.25)
-    found = load.goodput(PLAN, told, deadline_s=0.2)
     assert found["goodput"] == 1 / 10
     assert found["refused_p50_ms"] == pytest.approx(500)
     assert found["refused_without_retry_after"] == 1
@@ -116,16 +120,11 @@ def test_users_and_items_out_of_range_are_refused():
 @pytest.mark.parametrize("joint", [False, True])
 def test_ranking_offline(joint):
     source = models.SOURCES["tiny"]()
-    settings = Settings(
-        source="tiny", candidates=(128,), users=4, new_users=(4,), joint=joint, user_bytes=1 << 20
-    )
-    scorer = settings.scorer(source)
-    shown = []
-    found = offline.rank(scorer, source, 500, 40, progress=lambda *done: shown.append(done))
+    scorer = dataclasses.replace(SMALL, joint=joint).scorer(source)
+    found = offline.rank(scorer, source, 500, 40)
     assert (found["candidates"], found["users"], found["compilations"]) == (500, 40, 0)
     assert found["calls"] == 10, "users of a call are the bound"
-    assert shown[-1] == (500, 500)
-    oracle = models.Offline(source, "1")
+    oracle = serving_oracle.Offline(source, "1")
     asked = offline.job(source, 500, 40)
     parts = np.split(asked.items, np.cumsum(asked.counts)[:-1])
     total = sum(
@@ -136,20 +135,13 @@ def test_ranking_offline(joint):
 
 
 def test_ranking_offline_is_compared_with_the_program_alone():
-    settings = Settings(
-        source="tiny", candidates=(128,), users=4, new_users=(4,), joint=True, user_bytes=1 << 20
-    )
-    source = settings.load()
-    shown = []
-    found = offline.compare(
-        *(settings.scorer(source), source, 500, 40, 3), progress=lambda *done: shown.append(done)
-    )
+    source = SMALL.load()
+    found = offline.compare(SMALL.scorer(source), source, 500, 40, 3)
     # The counts are those of one turn.
     assert (found["candidates"], found["calls"], found["compilations"]) == (500, 10, 0)
     assert found["padding_share"] == pytest.approx(1 - 500 / 1280)
     assert len(found["shares"]) == 3
     assert found["share_of_bound"] == sorted(found["shares"])[1] > 0
-    assert shown[-1] == (1500, 1500)
 
 
 def test_results_name_no_folder_of_the_machine():
@@ -274,26 +266,40 @@ def test_users_features_are_made_once_and_are_those_of_the_source():
     made = collections.Counter[int]()
 
     class Counting(type(source)):  # type: ignore[misc]
-        def features(self, user: int) -> Any:
-            made[user] += 1
-            return super().features(user)
+        def features_of(self, users: Any) -> Any:
+            made.update(users)
+            return super().features_of(users)
 
     counting = Counting(100, source.sizes)
     asked = [plans.Asked(0.0, user, np.zeros(3, np.int32)) for user in (5, 6, 5)]
     requests = alone.prepared(counting, asked)
     for request, one in zip(requests, asked, strict=True):
-        expected = source.features(one.user)
+        expected = source.features_of([one.user])
         for a, b in zip(request.features(), expected, strict=True):
-            np.testing.assert_array_equal(a, b)
+            np.testing.assert_array_equal(a, b[0])
     assert made == {5: 1, 6: 1}
 
 
-def test_a_request_that_fits_no_bucket_is_refused_before_anything_compiles(capsys, monkeypatch):
+def test_a_request_that_fits_no_bucket_is_refused_before_anything_compiles(monkeypatch):
     monkeypatch.setattr(Settings, "scorer", None)
-    with pytest.raises(SystemExit, match="2"):
-        alone.main(["--source", "tiny", "--buckets", "512", "1024"])
     message = "requests have up to 2048 candidates, but the largest bucket has 1024"
-    assert message in capsys.readouterr().err
+    with pytest.raises(SystemExit, match=message):
+        main(["alone", "--source", "tiny", "--buckets", "512", "1024"])
+
+
+@pytest.mark.parametrize("source", sorted(models.SOURCES))
+def test_the_user_cache_has_room_for_the_largest_call_of_every_source(source, monkeypatch):
+    """By the defaults of `alone`; the scorer refuses another size before anything compiles."""
+
+    def checked(settings: Settings, source: models.Source) -> None:
+        specs = specs_of(source.model, source.weights("1"), source.user, source.candidate)
+        state = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(specs.state))
+        assert settings.users[-1] * state <= settings.user_bytes
+        raise SystemExit(0)
+
+    monkeypatch.setattr(Settings, "scorer", checked)
+    with pytest.raises(SystemExit, match="0"):
+        main(["alone", "--source", source])
 
 
 def test_nothing_that_existed_is_collected_while_latencies_are_measured():
@@ -317,19 +323,19 @@ def test_the_figures_are_judged_by_their_bars(tmp_path, monkeypatch):
     monkeypatch.setattr(alone, "SHARES", (0.05,))
     monkeypatch.setattr(alone, "LATENCY", 1000.0)
     out = tmp_path / "alone.json"
-    options = ["--source", "tiny", "--buckets", "128", "--bucket-users", "2", "4"]
+    options = ["alone", "--source", "tiny", "--buckets", "128", "--bucket-users", "2", "4"]
     options += ["--seconds", "0.1", "--user-bytes", str(1 << 22)]
     options += ["--candidates", "300", "--users", "20", "--out", str(out)]
     monkeypatch.setattr(plans, "plan_for", functools.partial(plans.plan_for, fewest=10, most=64))
     # At a twentieth of the rate, the stream is below its bar.
-    assert alone.main(options) == 1
+    assert main(options) == 1
     found = json.loads(out.read_text())
     assert 0 < found["stream"]["share"] < found["stream"]["bar"]
     assert found["offline"]["candidates"] == 300
     assert all(part["call_s"] > 0 for part in found["stream"]["full_call"].values())
     assert found["offline"]["compilations"] == 0
     assert found["hits"]["ratio"] > 0
-    assert (found["settings"]["fewer_users"], found["settings"]["users"]) == ([2], 4)
+    assert found["settings"]["users"] == [2, 4]
     assert set(found["hits"]["hit_rate"]["0%"]) == {0}
     assert min(found["hits"]["hit_rate"]["80%"]) > 0.3
     assert all(point["kept"] for point in found["stream"]["points"])
@@ -340,8 +346,10 @@ def test_haproxy_starts_with_the_settings_of_the_example(tmp_path):
     written = """\
 frontend prometheus
     bind *:9101
+    acl healthcheck path -i /-/healthz
     http-request return status 200 string "success" if healthcheck backend_http-a_server_up
 defaults
+    timeout connect 5s
     errorfile 502 /a/500.http
     errorfile 503 /a/500.http
 backend default_backend
@@ -350,18 +358,47 @@ backend default_backend
     server SERVE_PROXY_ACTOR-fallback-b 127.0.0.1:35709 check backup
 """
     (tmp_path / "cfg").write_text(written)
-    script = local.HAPROXY.format(binary="/bin/true", most=64, refusal="/b/503.http")
+    fields = {"binary": "/bin/true", "refusal": "/b/503.http", "cut": local.CUT}
+    script = local.HAPROXY.format(most=64, **fields)
     subprocess.run(["sh", "-c", script, "sh", "-db", "-f", str(tmp_path / "cfg")], check=True)
     assert (tmp_path / "cfg").read_text().splitlines() == [
         *("frontend prometheus", "    bind 127.0.0.1:9101"),
+        "    acl healthcheck path -i /-/healthz",
+        *("http-request return status 404 if !{ path_beg / }", "http-request del-header Upgrade"),
+        "http-response wait-for-body time 2s",
+        "http-response set-var(txn.got) res.body_len",
+        f"http-response return status 502 if {local.CUT}",
         '    http-request return status 200 string "success" if healthcheck '
         "backend_http-a_server_up { be_conn_free(http-a) ge 0 }",
-        *("defaults", "timeout http-request 5s", "timeout queue 20ms"),
+        *("defaults", "timeout http-request 5s", "option http-buffer-request"),
+        *("timeout queue 20ms", "    timeout connect 200ms"),
         *("errorfile 503 /b/503.http", "backend default_backend"),
         "    http-request return status 503 hdr Retry-After 1",
         "    server SERVE_REPLICA_a 127.0.0.1:30000 maxconn 64 check observe layer4",
         "    server SERVE_PROXY_ACTOR-fallback-b 127.0.0.1:35709 check backup",
     ]
+
+
+def test_weights_that_one_replica_refuses_leave_all_replicas_with_the_old_ones(monkeypatch):
+    """A replica may have no memory for weights that the check in another process has read."""
+    monkeypatch.setattr(local, "prepare", list)
+    service = local.Service(Settings(source="tiny", weights="1"))
+    replicas, full = {"a": "1", "b": "1"}, {"b"}
+    deployed: list[str] = []
+
+    def apply(limit_s: float) -> None:
+        deployed.append(service.weights)
+        replicas.update(dict.fromkeys(replicas.keys() - full, service.weights))
+
+    async def metrics(url: str, replicas: int) -> dict[str, dict[str, str]]:
+        return {"a": {"refused_weights": ""}, "b": {"refused_weights": "weights 2: no memory"}}
+
+    monkeypatch.setattr(service, "_check", str)
+    monkeypatch.setattr(service, "_apply", apply)
+    monkeypatch.setattr(load, "metrics", metrics)
+    with pytest.raises(ValueError, match="weights 2: no memory"):
+        service.deploy("2")
+    assert (deployed, service.weights, set(replicas.values())) == (["2", "1"], "1", {"1"})
 
 
 def test_an_address_at_which_nobody_can_listen_is_one_sentence():

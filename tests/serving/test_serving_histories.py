@@ -9,8 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import serving_oracle
 
 from examples.serving import growth, models
+from examples.serving.__main__ import main
 from examples.serving.histories import Growing, HistorySource, Sizes, Whole
 from examples.serving.settings import Settings
 from ikbo_jax import serving
@@ -144,7 +146,7 @@ def test_an_append_copies_no_pages():
         assert program.memory_analysis().alias_size_in_bytes >= 40_000 * PAGE_BYTES
 
 
-@pytest.mark.parametrize("version", [-1, 21, 1.5, "3", None])
+@pytest.mark.parametrize("version", [-1, 21, 1.5, "3", None, True])
 def test_a_version_is_a_number_of_events(version):
     scorer = _scorer()
     good = request(1, np.int64(3))
@@ -190,9 +192,9 @@ def test_events_of_any_number_are_appended_once(counts):
 
 def test_a_replica_of_the_example_keeps_histories_in_pages():
     """What a request calls version n has n events more than the user had at first."""
-    settings = Settings(source="histories-tiny", candidates=(8,), users=3, user_bytes=1 << 20)
+    settings = Settings(source="histories-tiny", candidates=(8,), users=(3,), user_bytes=1 << 20)
     source = settings.load()
-    replica, offline = settings.replica(source), models.Offline(source, source.newest)
+    replica, offline = settings.replica(source), serving_oracle.Offline(source, source.newest)
     items = [1, 5, 9]
     requests = [models.request(source, user, items, v) for v in (0, 3) for user in (7, 8)]
     answers = replica.rank(requests)
@@ -207,9 +209,9 @@ def test_the_benchmark_compares_the_same_scores(tmp_path, capsys):
     options = ["--source", "histories-tiny", "--events", "6", "--buckets", "64", "--users", "2"]
     options += ["--fewest", "2", "--most", "9", "--known", "4", "--requests", "6", "--turns", "2"]
     options += ["--user-bytes", str(1 << 22), "--out", str(tmp_path / "growth.json")]
-    status = growth.main(options)
+    status = main(["growth", *options])
     (figure,) = json.loads((tmp_path / "growth.json").read_text())["figures"]
     assert status == (figure["ratio"] < growth.BAR)
     assert (figure["events"], len(figure["seconds"]["pages"])) == (8, 2)
     assert figure["apart"] < 2e-5
-    assert "times as many requests" in capsys.readouterr().out
+    assert "times as many requests" in capsys.readouterr().err

@@ -13,15 +13,12 @@ import sys
 import time
 from typing import Any
 
-from examples.serving import local
+import aiohttp
+import numpy as np
+import serving_oracle
 
-local.prepare()
-
-import aiohttp  # noqa: E402
-import numpy as np  # noqa: E402
-
-from examples.serving import load, models, plans, wire  # noqa: E402
-from examples.serving.settings import Settings  # noqa: E402
+from examples.serving import load, local, models, plans, wire
+from examples.serving.settings import Settings
 
 #: Rounding of float32 in another order of sums.
 TOLERANCE = 1e-5
@@ -34,7 +31,7 @@ def settings(cache: str) -> Settings:
         cache=cache,
         # Few programs: both replicas compile them.
         candidates=(MOST,),
-        users=4,
+        users=(4,),
         new_users=(4,),
         user_bytes=200_000,
         wait_ms=2,
@@ -53,7 +50,7 @@ class Session:
     def __init__(self, service: local.Service) -> None:
         self.service, self.url = service, service.url
         self.source = models.SOURCES["tiny"]()
-        self.offline: dict[str, models.Offline] = {}
+        self.offline: dict[str, serving_oracle.Offline] = {}
 
     def plan(self, **changes: Any) -> plans.Plan:
         fields = {"rate": 15, "seconds": 4, "users": 100, "items": 200, "fewest": 1, "most": MOST}
@@ -66,7 +63,7 @@ class Session:
             if one.scores is None:
                 continue
             if one.weights not in self.offline:
-                self.offline[one.weights] = models.Offline(self.source, one.weights)
+                self.offline[one.weights] = serving_oracle.Offline(self.source, one.weights)
             # Padded to one size: the oracle compiles once.
             items = np.resize(one.asked.items, MOST)
             expected = self.offline[one.weights].scores(one.asked.user, items)
@@ -142,13 +139,14 @@ class Session:
         told = await load.send(self.url, self.plan(seed=4, seconds=1))
         return found | {"wrong_version": self.outcome(told) | {"refused": refused}}
 
-    async def kill(self) -> dict[str, Any]:
+    async def kill(self, number: int, **changes: Any) -> dict[str, Any]:
         before = await load.metrics(self.url, 2)
-        sending = asyncio.create_task(load.send(self.url, self.plan(seed=4, rate=60)))
+        sending = asyncio.create_task(load.send(self.url, self.plan(seed=4, rate=60, **changes)))
         await asyncio.sleep(1.5)
-        os.kill(next(iter(before.values()))["pid"], signal.SIGKILL)
+        for fields in list(before.values())[:number]:
+            os.kill(fields["pid"], signal.SIGKILL)
         found = self.outcome(await sending)
-        # The engine starts another replica.
+        # The engine starts other replicas.
         end = time.monotonic() + 120
         while time.monotonic() < end:
             after = await load.metrics(self.url, 2, limit_s=3)
@@ -158,6 +156,34 @@ class Session:
             "replicas_after": len(after),
             "same": len(before.keys() & after.keys()),
             "current": [fields["weights"] for fields in after.values()],
+        }
+
+    async def raw(self, head: str, body: str = "") -> tuple[int, bool]:
+        """Status of the answer to bytes, and whether the connection is closed within 15 s."""
+        reader, writer = await asyncio.open_connection("127.0.0.1", self.service.port)
+        writer.write(f"{head}\r\nHost: a\r\n\r\n{body}".encode())
+        status = int((await reader.readline()).split()[1])
+        try:
+            await asyncio.wait_for(reader.read(), 15)
+        except TimeoutError:
+            return status, False
+        finally:
+            writer.close()
+        return status, True
+
+    async def strangers(self) -> dict[str, Any]:
+        """Clients that no library has written; some keep more connections than a replica takes."""
+        upgrade = "GET /rank HTTP/1.1\r\nConnection: Upgrade\r\nUpgrade: websocket"
+        upgrade += "\r\nSec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\nSec-WebSocket-Version: 13"
+        length = "POST /rank HTTP/1.1\r\nContent-Type: application/json\r\nContent-Length: 50"
+        slow = [asyncio.create_task(self.raw(length, "{")) for _ in range(60)]
+        await asyncio.sleep(0.5)
+        meanwhile = self.outcome(await load.send(self.url, self.plan(seed=7, seconds=1)))
+        return {
+            "statuses": meanwhile["statuses"],
+            "slow": sorted(set(await asyncio.gather(*slow))),
+            "upgrade": (await self.raw(upgrade))[0],
+            "no_path": (await self.raw("OPTIONS * HTTP/1.1"))[0],
         }
 
     async def front_end(self) -> dict[str, Any]:
@@ -196,14 +222,17 @@ class Session:
             "overload": await self.overload(),
             # Before a replica is killed: its replacement has counts of its own.
             "metrics": await load.metrics(self.url, 2),
-            "kill": await self.kill(),
+            "strangers": await self.strangers(),
+            "kill": await self.kill(1),
             "metrics_of_replacement": await load.metrics(self.url, 2),
+            "kill_all": await self.kill(2, retries=0),
             "front_end": await self.front_end(),
             "drain": await self.drain(),
         }
 
 
 def main() -> None:
+    local.prepare()
     before = {name: x for name, x in os.environ.items() if "HAPROXY" in name}
     with local.Service(settings(sys.argv[1])) as service:
         found = asyncio.run(Session(service).all())
