@@ -195,7 +195,15 @@ def _refined(ctx: Context, eqn: Any, x: Any, groups: Any, sizes: list[int]) -> A
         raise NotCovered("product of values that are merged by different reshapes")
     if all(len(group) == 1 for group in groups):
         return x
-    return reshape.reshape_to(ctx, eqn, x, tuple(sizes))
+    return _reshaped(ctx, eqn, x, tuple(sizes))
+
+
+def _reshaped(ctx: Context, eqn: Any, x: Any, shape: tuple[int, ...]) -> Any:
+    """Reshapes an operand beside a merged one; rows of both dimensions together are built."""
+    found = reshape.reshape_to(ctx, eqn, x, shape)
+    if isinstance(found, Split):
+        return ctx.materialise(eqn, found, "looked up by other rows than the merged value")
+    return found
 
 
 def gather(ctx: Context, eqn: Any, operand: Any, indices: Any) -> Any:
@@ -234,7 +242,7 @@ def concatenate(ctx: Context, eqn: Any, *operands: Any) -> Any:
     for x in operands:
         shape = (*before, shape_of(x)[axis], *after)
         if not isinstance(x, Merged):
-            split.append(reshape.reshape_to(ctx, eqn, x, shape))
+            split.append(_reshaped(ctx, eqn, x, shape))
         elif x.groups == like.groups and x.inner.shape == shape:
             split.append(x.inner)
         else:
