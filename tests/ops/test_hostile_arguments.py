@@ -252,23 +252,6 @@ def test_sizes_of_checks_are_integers(size: Any) -> None:
             ikbo.debug.check_offsets(OFFSETS, 5, size)
 
 
-def test_what_is_empty_has_a_result() -> None:
-    """Lookups of nothing, attention without heads, and a cache of no sequences."""
-    for shape in ((0,), (2, 0)):
-        rows = functional.look_up({"table": ones(5, 3)}, jnp.zeros(shape, jnp.int32))
-        assert rows.shape == (*shape, 3)
-    for options in ({}, {"is_causal": True}):
-        arrays = ones(7, 2, 0, 8), ones(3, 5, 2, 8), ones(3, 5, 2, 8)
-        out = ikbo.dot_product_attention(*arrays, cand_to_user=INDEX, **options)
-        assert out.shape == (7, 2, 0, 8)
-    params = {"uvqk_weight": ones(6, 8), "output_weight": ones(6, 6)}
-    cache, offsets = HstuCache(ones(3, 1, 2), ones(3, 1, 2), OFFSETS[:1]), OFFSETS[:1]
-    options = {"num_heads": 1, "max_seqlen": 4, "cache": cache, "return_cache": True}
-    out, seen = hstu_layer(params, ones(2, 6), offsets, **options)
-    assert (out.shape, seen.key.shape) == ((2, 6), (5, 1, 2))
-    np.testing.assert_array_equal(seen.cu_seqlens, [0])
-
-
 def test_numpy_s_sizes_are_welcome() -> None:
     ikbo.debug.check_index(INDEX, np.int64(1))
     ikbo.debug.check_offsets(OFFSETS, np.int32(5), np.int32(3))

@@ -7,9 +7,10 @@ import problems
 import pytest
 from flax import linen as flax_linen
 from flax import nnx as flax_nnx
+from refusals import ones
 
 import ikbo_jax as ikbo
-from ikbo_jax.layers import linen, nnx
+from ikbo_jax.layers import HstuCache, functional, hstu_layer, linen, nnx
 
 pytestmark = pytest.mark.slow
 
@@ -91,3 +92,22 @@ def test_linen_and_nnx_name_wrong_rows_alike(sizes: tuple[int, ...]) -> None:
             run(e_user, e_cand[:, :1], index)
         with pytest.raises(ValueError, match=r"e_user must have shape \[U, user_rows, N\], but"):
             run(e_user[0], e_cand, index)
+
+
+def test_what_is_empty_has_a_result() -> None:
+    """Lookups of nothing, attention without heads, and a cache of no sequences."""
+    index = jnp.zeros(7, jnp.int32)
+    for shape in ((0,), (2, 0)):
+        rows = functional.look_up({"table": ones(5, 3)}, jnp.zeros(shape, jnp.int32))
+        assert rows.shape == (*shape, 3)
+    for options in ({}, {"is_causal": True}):
+        arrays = ones(7, 2, 0, 8), ones(3, 5, 2, 8), ones(3, 5, 2, 8)
+        out = ikbo.dot_product_attention(*arrays, cand_to_user=index, **options)
+        assert out.shape == (7, 2, 0, 8)
+    params = {"uvqk_weight": ones(6, 8), "output_weight": ones(6, 6)}
+    offsets = jnp.zeros(1, jnp.int32)
+    cache = HstuCache(ones(3, 1, 2), ones(3, 1, 2), offsets)
+    options = {"num_heads": 1, "max_seqlen": 4, "cache": cache, "return_cache": True}
+    out, seen = hstu_layer(params, ones(2, 6), offsets, **options)
+    assert (out.shape, seen.key.shape) == ((2, 6), (5, 1, 2))
+    np.testing.assert_array_equal(seen.cu_seqlens, [0])
