@@ -75,7 +75,7 @@ def text(results: dict[str, Any]) -> str:
         lines += [
             "",
             f"Batches answer {batching['ratio']:.2f} times as many requests, at "
-            f"{batching['p99_ratio']:.2f} times the p99. The bar is 1.8 times as many, at a p99 "
+            f"{batching['p99_ratio']:.2f} times the p99. The target is 1.5 times as many, at a p99 "
             "not above twice.",
         ]
     lines += [
@@ -97,7 +97,7 @@ def text(results: dict[str, Any]) -> str:
     lines += [
         "",
         f"From a warm cache a replica's scorer is ready {warm[len(warm) // 2]:.1f} s after JAX "
-        f"(median of {len(warm)}; the bar is 5 s), with an empty cache folder "
+        f"(median of {len(warm)}; the target is 5 s), with an empty cache folder "
         f"{start['first']['scorer_s']:.0f} s. While serving: "
         f"{sum(run['compilations'] for run in runs)} compilations.",
         "",
@@ -114,7 +114,7 @@ def offline_text(results: dict[str, Any]) -> str:
         f"{found['seconds']:.0f} s, {found['candidates_per_second']:,.0f} a second, at "
         f"{found['share_of_bound']:.2f} of the speed of the model's program alone, called as often "
         f"on arrays that are ready (by turns: {shares}; by CPU time: "
-        f"{found['cpu_share_of_bound']:.2f}; the bar is 0.9); "
+        f"{found['cpu_share_of_bound']:.2f}; the target is 0.9); "
         f"{results['date'][:10]}, commit {results['commit']}, load average "
         f"{results['load']:.1f} before and {results['load_after']:.1f} after.\n"
     )

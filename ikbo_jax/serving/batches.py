@@ -230,7 +230,7 @@ class Form:
             fits = structure == self.structure and len(count) == stacked
             for leaf, (shape, dtype) in zip(leaves, self._expected, strict=False):
                 fits = fits and leaf.shape == count + shape and leaf.dtype == dtype
-                fits = fits and hasattr(leaf, "__array__")  # a ShapeDtypeStruct has no values
+                fits = fits and leaf.__array__ is not None  # a ShapeDtypeStruct has none
         except Exception:
             # Objects of other libraries may raise anything; unsortable keys of a dict, ValueError.
             fits = False

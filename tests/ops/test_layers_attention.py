@@ -281,7 +281,7 @@ def test_sizes_are_positive(name: str) -> None:
     sizes, _ = NAMES[name]
     for size, value in itertools.product(sizes, (0, -1, True, None)):
         wrong = sizes | {size: value}
-        words = f"{name} needs {size} of.*{size} is {value}"
+        words = f"{size} of {name} must be an integer of at least 1.*is {value}"
         if value is not True and value is not None:
             with pytest.raises(ValueError, match=words):
                 getattr(nnx, name)(**wrong, rngs=flax_nnx.Rngs(0))
