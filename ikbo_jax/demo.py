@@ -123,6 +123,7 @@ def run_parts(calls: Sequence[Callable[[], Any]], log: Log) -> list[Any]:
     """Runs parts concurrently (see `_timing.programs`); stores programs beside the tuning cache."""
     table = user_cache_path()
     # Lowering takes an eighth less time without Python's garbage collector, and 27 MB more.
+    is_collecting = gc.isenabled()
     gc.disable()
     try:
         with executables.use_store(table.parent / "programs", [table]) as reason:
@@ -130,7 +131,8 @@ def run_parts(calls: Sequence[Callable[[], Any]], log: Log) -> list[Any]:
                 log(reason)
             return run_concurrently(calls)
     finally:
-        gc.enable()
+        if is_collecting:
+            gc.enable()
 
 
 def default_request() -> Request:

@@ -52,7 +52,7 @@ class Pulled[A, R](NamedTuple):
     """What a gradient is computed from.
 
     Attributes:
-      arrays: those of the call.
+      arrays: the arrays of the call.
       residuals: what `Op.residuals` made of the results.
       cotangents: a tree like the visible results.
       dtype: of gradients that are still to be summed over devices; None: the arrays'.

@@ -78,7 +78,9 @@ class Problem(abc.ABC):
                 away = away if ours == theirs else math.inf
                 continue
             levels = (ours, theirs) if isinstance(ours, tuple) else ((ours,), (theirs,))
-            for a, b in zip(*levels, strict=False):
+            if len(levels[0]) != len(levels[1]):
+                return math.inf
+            for a, b in zip(*levels, strict=True):
                 away = max(away, abs(math.log2(max(a, 1) / max(b, 1))))
         return away
 

@@ -94,8 +94,8 @@ def decomposed_vjp(
     Args (the levels are as for `materialised`):
       cotangent: [B_last, M, N] in the inputs' dtype.
       dtype: dtype of the gradients; None means the inputs'.
-      sum_rows: sums f32 rows by an index in range, of which there are so many values. On a GPU,
-        JAX's own adds in any order.
+      sum_rows: function of f32 rows, the user of each row and the number of users; returns the sum
+        of each user's rows. On a GPU, JAX's own adds in any order.
 
     Returns:
       Gradients of the weights and of the embeddings, each in its input's shape. Sums over

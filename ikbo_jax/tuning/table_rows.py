@@ -112,8 +112,17 @@ def _read_fields(fields: dict[str, Any], kind: Any, name: str) -> Any:
 
 
 def problem_from_json(fields: dict[str, Any], op: object) -> Any:
-    """Reads a problem; raises ValueError if it is malformed."""
-    return _read_fields(fields, problem_type_of(op), "problem")
+    """Reads a problem; raises ValueError if it is malformed, or a size of the model is 0."""
+    kind: Any = problem_type_of(op)
+    found = _read_fields(fields, kind, "problem")
+    levels = {name: len(value) for name, value in fields.items() if isinstance(value, list)}
+    if len({*levels.values()}) > 1:
+        raise ValueError(" and ".join(f"{count} {name}" for name, count in levels.items()))
+    for name, value in fields.items():
+        may_be_0 = name in (*kind.request, *NOT_IN_ROWS)
+        if not may_be_0 and type(value) is int and value == 0:
+            raise ValueError(f"{name} is 0, expected at least 1")
+    return found
 
 
 def config_from_json(entry: object, op: object = "linear_compression") -> Any:

@@ -144,7 +144,8 @@ def test_distance_is_that_of_the_size_that_differs_most():
     assert DEFAULT.distance(DEFAULT) == 0
     assert DEFAULT.distance(twice) == twice.distance(DEFAULT) == 1
     levels = LinearCompressionProblem((3, 15, 1024), (5, 1178, 866), 433, 256, "bfloat16")
-    for far in (levels, dataclasses.replace(DEFAULT, m=434), ATTENTION):
+    one_level = dataclasses.replace(DEFAULT, batches=DEFAULT.batches[-1:])
+    for far in (levels, one_level, dataclasses.replace(DEFAULT, m=434), ATTENTION):
         assert DEFAULT.distance(far) == far.distance(DEFAULT) == float("inf")
     nobody = dataclasses.replace(ATTENTION, users=0, is_sorted=False)
     assert ATTENTION.distance(nobody) == math.log2(ATTENTION.users)

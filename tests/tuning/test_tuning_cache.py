@@ -59,6 +59,7 @@ def _corrupt(**changes: Any) -> str:
         (_corrupt(m="433"), "m is '433'"),
         (_corrupt(m=True), "m is True"),
         (_corrupt(ms=float("nan")), "ms is nan"),
+        (_corrupt(batches=[15]), "1 batches and 2 ks"),
         (_corrupt(config={"block_m": 64}), "config has keys"),
         (_corrupt(config=None), "config is None"),
         (_corrupt(extra=1), "problem has keys"),
@@ -92,6 +93,7 @@ BAD_ROWS = {
     "infinite fraction": row().to_json() | {"fraction": float("inf")},
     "future": row().to_json() | {"clusters_of_clusters": 2},
     "huge size": row().to_json() | {"m": 10**400},
+    "no key heads": row(GDPA).to_json() | {"kv_heads": 0},
 }
 
 
@@ -107,6 +109,8 @@ def test_bad_row_is_dropped_with_a_warning_and_the_others_stay(name, cache_dir, 
     assert len(caught) == 1
     assert str(path) in str(caught[0].message)
     assert table.lookup(half).source == "user cache"
+    # A row that was read would speak for GDPA; one with no key heads used to divide by zero.
+    assert table.lookup(GDPA).source == "default"
     third = dataclasses.replace(DEFAULT, m=64)
     user_cache.write_user_row(row(third))
     assert {r.problem for r in table_rows.parse(path.read_text())} == {DEFAULT, half, third}

@@ -1,8 +1,8 @@
 """A cost model of traced programs: a rewritten program runs only if it does not cost more.
 
 The costs are the floating-point operations of products, the bytes that kernels read and write, and
-the number of kernels, by the model in docs/rewrite.md. This module counts kernels as on a GPU, and
-`cpu_cost` those of a CPU.
+the number of kernels, by the model in docs/rewrite.md. This module counts the kernels that a GPU
+runs; `cpu_cost` counts the kernels that a CPU runs.
 """
 
 from __future__ import annotations
