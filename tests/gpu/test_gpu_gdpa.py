@@ -171,8 +171,8 @@ def test_gdpa_scales_of_sequences(activation):
     d_out = problems_gdpa.cotangent(arrays, settings)
     factor = np.zeros((len(d_out), 1, 1))
     factor[3:433, 0, 0] = np.repeat(scales, shape.q_lens)
-    exact = factor * problems_gdpa.numpy_oracle(arrays, settings)
-    upstream = factor * np.asarray(d_out).astype(np.float64)
+    wide, wide_d_out = problems_gdpa.numpy_oracle(arrays, settings), np.asarray(d_out, np.float64)
+    exact, upstream = factor * wide, factor * wide_d_out
     gradients = problems_gdpa.numpy_gradients(arrays, settings, upstream)
 
     def run(implementation):
@@ -189,8 +189,12 @@ def test_gdpa_scales_of_sequences(activation):
 
         return jax.jit(both)(scales, *arrays[:3])
 
-    (ours, d_scales, *found), (plain, of_xla, *others) = run(None), run("xla")
-    np.testing.assert_allclose(d_scales, of_xla, rtol=2**-7, atol=2**-5)
+    (ours, d_scales, *found), (plain, _, *others) = run(None), run("xla")
+    # The terms of a sum cancel: with silu, 4,608 remains of 2.0e6. Each has a rounding of its own.
+    terms = np.split((wide * wide_d_out)[3:433], np.cumsum(shape.q_lens)[:-1])
+    for x, of_sequence in zip(d_scales, terms, strict=True):
+        noise = 2**-8 * np.linalg.norm(of_sequence)
+        np.testing.assert_allclose(x, of_sequence.sum(), rtol=1e-5, atol=2 * noise)
     for x, y, z in zip((ours, *found), (exact, *gradients), (plain, *others), strict=True):
         problems.assert_within_error_rule(x, y, z)
 
