@@ -95,7 +95,7 @@ ROWS = (
         *("default 512 wide, 100k tokens, both", SOFTMAXES),
     ),
     Row("ranking network", REQUEST, OF_XLA, ("ranking-h200",), "default", *NETWORKS),
-    Row("its training step", REQUEST, OF_XLA, ("training-h100",), "default", *NETWORKS),
+    Row("its training step", REQUEST, OF_XLA, ("training-steps-h200",), "default", *NETWORKS),
 )
 WORDS = (
     "Drawn sizes: geometric means, and the number of sizes at which this library takes more than "
