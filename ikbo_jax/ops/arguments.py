@@ -12,6 +12,9 @@ from ikbo_jax.ops import dispatch, settings
 
 #: Dtypes that the ops accept; the kernels accept fewer.
 DTYPES = ("bfloat16", "float16", "float32")
+#: Of a larger cap, the quotient score / cap is denormal for scores that matter, and devices make it
+#: 0: with a cap of 1e38, all keys of a softmax had the same weight.
+LARGEST_CAP = 2.0**100
 
 
 def request(
@@ -191,6 +194,7 @@ def integer(name: str, value: Any, least: int = 0) -> int:
 def finite_number(name: str, value: Any) -> float:
     """Returns `value` as a float; it must be a number that is finite in float32.
 
+    A denormal float32 becomes 0, as devices take it: nothing downstream can tell them apart.
     Raises ValueError, quoting the value, for a bool, text, an array of rank above 0, a traced
     value, NaN, an infinity, and a number beyond float32's range.
     """
@@ -212,17 +216,20 @@ def finite_number(name: str, value: Any) -> float:
     if not is_finite:
         beyond = ", beyond float32" if math.isfinite(number) else ""
         raise ValueError(f"{name} must be a finite number, but is {number}{beyond}")
-    return number
+    return 0.0 if abs(number) < float(np.finfo(np.float32).tiny) else number
 
 
 def logit_cap(value: Any) -> float | None:
-    """Returns a cap of scores as a float; raises ValueError unless it is None or above 0."""
+    """Returns a cap of scores as a float; raises ValueError unless it is None or above 0.
+
+    Larger caps than `LARGEST_CAP` become that one.
+    """
     if value is None:
         return None
     number = finite_number("logit_cap", value)
-    if number < float(np.finfo(np.float32).tiny):
-        raise ValueError(f"logit_cap must be above 0 in float32, but is {number}")
-    return number
+    if number <= 0:
+        raise ValueError(f"logit_cap must be above 0 in float32, but is {value}")
+    return min(number, LARGEST_CAP)
 
 
 def flag(name: str, value: Any) -> bool:

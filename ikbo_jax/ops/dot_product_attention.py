@@ -214,13 +214,20 @@ def _by_intervals(
     """Attends where query t sees the keys t − window[0] to t + window[1], by `gdpa`."""
     query, key, value, index, lengths = arrays[:5]
     (batch, q_len), (users, kv_len) = query.shape[:2], key.shape[:2]
+    offsets = gdpa_arguments.equal_offsets(users, kv_len)
+    if lengths is not None:
+        # A user's padding is a sequence without queries: it has no effect, even if it is NaN.
+        starts = offsets[:-1]
+        pairs = jnp.stack((starts, starts + jnp.clip(lengths, 0, kv_len)), axis=1)
+        offsets = jnp.append(pairs, offsets[-1:])
+        index = 2 * jnp.clip(index, 0, users - 1)
     places = jnp.arange(q_len, dtype=jnp.int32)[None]
-    ends = kv_len if lengths is None else lengths[jnp.clip(index, 0, users - 1)][:, None]
-    begin = jnp.broadcast_to(places - window[0], (batch, q_len))
-    end = jnp.broadcast_to(jnp.minimum(places + window[1] + 1, ends), (batch, q_len))
+    begin, end = (
+        jnp.broadcast_to(x, (batch, q_len)) for x in (places - window[0], places + window[1] + 1)
+    )
+    rows = [jax.lax.collapse(x, 0, 2) for x in (query, key, value)]
     out = gdpa(
-        *(jax.lax.collapse(x, 0, 2) for x in (query, key, value)),
-        *(gdpa_arguments.equal_offsets(*sizes) for sizes in ((batch, q_len), (users, kv_len))),
+        *(*rows, gdpa_arguments.equal_offsets(batch, q_len), offsets),
         activation="softmax",
         scale=scale,
         q_to_kv=index,

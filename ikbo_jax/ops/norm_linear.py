@@ -112,7 +112,7 @@ def check_norm(kind: Any, eps: Any, kinds: tuple[Any, ...] = reference.NORMS) ->
         raise ValueError(f"unknown norm {kind!r}; known: {known}")
     number = arguments.finite_number("eps", eps)
     if number <= 0:
-        raise ValueError(f"eps must be above 0, but is {number}")
+        raise ValueError(f"eps must be above 0 in float32, but is {eps}")
     return Norm(kind, number)
 
 

@@ -60,7 +60,8 @@ def run(local: Local, rule: Rule, identity: Any, operands: Sequence[Any]) -> tup
     context = jax.sharding.get_abstract_mesh()
     if AxisType.Manual in context.axis_types and not by_xla.free_axes(context):
         return tuple(local(operands, None))
-    if jax.device_count() > 1:
+    # Without jit, nothing asks how a call divides, and JAX raises for a program with constants.
+    if jax.device_count() > 1 and not jax.config.jax_disable_jit:
         return by_xla.run(local, rule, identity, operands)
     return tuple(local(operands, None))
 

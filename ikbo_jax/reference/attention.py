@@ -174,19 +174,15 @@ def directed(products: jax.Array, scale: float) -> jax.Array:
     With a scale of 0, all are 0. The softmax subtracts their maximum before it scales them: a
     compiler may turn products · scale - maximum into one instruction that rounds once.
     """
-    if _is_zero(scale):
+    if scale == 0:
         return products * jnp.float32(0)
     return products if scale > 0 else -products
 
 
 def scaled(products: jax.Array, scale: float) -> jax.Array:
     """Scales `directed` products, or differences of products, to scores."""
-    return products * jnp.float32(1.0 if _is_zero(scale) else abs(scale))
-
-
-def _is_zero(scale: float) -> bool:
-    # XLA flushes denormal f32 to 0, and 0 times the -inf of a masked score is NaN.
-    return abs(scale) < float(jnp.finfo(jnp.float32).tiny)
+    # 0 times the -inf of a masked score would be NaN.
+    return products * jnp.float32(1.0 if scale == 0 else abs(scale))
 
 
 def weight_exponents(lse: jax.Array) -> jax.Array:

@@ -117,10 +117,16 @@ def test_residuals() -> None:
     np.testing.assert_array_equal(np.all(lse == -np.inf, axis=2), is_padding)
 
 
-def test_queries_without_keys_are_zero() -> None:
-    no_keys = jnp.asarray([0, 6, 6], jnp.int32)
+def test_padding_has_no_effect_and_queries_without_keys_are_zero() -> None:
+    lengths = np.asarray([0, 6, 3], np.int32)
+    query, *of_users = drawn()
+    is_padding = (np.arange(S)[None] >= lengths[:, None])[..., None, None]
+    padded = [jnp.where(is_padding, jnp.nan, x) for x in of_users]
     for options in ({}, {"is_causal": True}):
-        out = ours(*drawn(), key_value_seq_lengths=no_keys, **options)
+        out, clean = (
+            ours(query, *x, key_value_seq_lengths=lengths, **options) for x in (padded, of_users)
+        )
+        np.testing.assert_array_equal(out, clean)
         np.testing.assert_array_equal(jnp.all(out == 0, axis=(1, 2, 3)), INDEX == 0)
 
 
@@ -186,7 +192,7 @@ REFUSED = {
         {"bias": BIAS_OF_HEADS},
         "takes no bias that differs by head where query has N=4 and key K=2, but bias",
     ),
-    "bias_scale": (NotImplementedError, {"bias": BIAS, "scale": 0}, "takes no bias with scale=0"),
+    "bias_scale": (NotImplementedError, {"bias": BIAS, "scale": 1e-40}, "no bias with scale=0"),
     "mask_causal": (
         NotImplementedError,
         {"mask": MASK, "is_causal": True},

@@ -395,7 +395,7 @@ def test_wrong_arguments_are_named_with_both_values() -> None:
         (linear(activations=("silu",)), "3 weights, 3 biases and 1 activations"),
         (linear(activations=("silu", "softmax", "gelu")), "unknown activation 'softmax' of group"),
         (linear(norm="batch"), "unknown norm 'batch'; known: 'layer', 'rms'"),
-        (linear(eps=0.0), "eps must be above 0, but is 0.0"),
+        (linear(eps=1e-40), "eps must be above 0 in float32, but is 1e-40"),
         (linear(recompute=("gate",)), "unknown name 'gate'; known: 'norm', 'projection'"),
         (linear(recompute=None), "recompute must hold names, but is None"),
         (linear(implementation="cuda"), "unknown implementation 'cuda'"),

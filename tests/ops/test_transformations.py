@@ -246,6 +246,15 @@ def test_reverse_mode_is_the_same_under_transformations(fn: Callable) -> None:
         np.testing.assert_allclose(gradient, gradient_of(fn)(x), atol=1e-5, err_msg=name)
 
 
+@pytest.mark.slow
+def test_a_program_with_constants_runs_without_jit() -> None:
+    rows, offsets = array(9, 1, 4), jnp.asarray([0, 4, 9], jnp.int32)
+    run = functools.partial(ikbo.gdpa, rows, rows, rows, offsets, offsets, activation="softmax")
+    with jax.disable_jit():
+        found = run()
+    np.testing.assert_allclose(found, run(), atol=1e-5)
+
+
 def test_forward_mode_by_arrays_that_a_custom_vjp_does_not_take_works() -> None:
     query, key, own = array(3, 1, 1, 4), array(2, 5, 1, 4), array(3, 2, 1, 4)
 
