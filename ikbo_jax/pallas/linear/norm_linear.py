@@ -5,8 +5,8 @@
 A CTA takes 128 rows, whose blocks of 64 columns fill a ring in shared memory, and multiplies them
 by all weights, or by one of `parts` of them, in tiles of 128 columns of one group. Warpgroups 0 and
 1 are the consumers, each of 64 rows. A consumer reads its rows once for their statistics, and
-normalises each block where it lies before the first tile's WGMMAs read it, while those of the block
-before are in flight. So rows are read once, and rounded as the reference rounds them.
+normalises all of their blocks where they lie, before the first tile. So rows are read once, and
+rounded as the reference rounds them.
 
 A finished tile stays in f32 registers; bias, activation and store follow in chunks during the first
 k steps of the next tile. Tiles of every group are stored into the group's own array.
@@ -246,13 +246,11 @@ def _multiply(
     step: Any,
     first_block: Any,
     is_last: Any,
-    before: Callable[[Any], None],
     jobs: list[Callable[[], None]],
 ) -> jax.Array:
-    """Multiplies a tile: [64, 128] f32; calls `before(k)` before each k step reads its rows.
+    """Multiplies a tile: [64, 128] f32; frees the rows if `is_last` of their tiles.
 
-    Calls one of `jobs` after each of the first k steps, while WGMMAs are in flight. Frees the rows
-    if `is_last` of their tiles.
+    Calls one of `jobs` after each of the first k steps, while WGMMAs are in flight.
     """
     k_steps = ctx.shape.k_steps
 
@@ -261,7 +259,6 @@ def _multiply(
         pl.when(is_last)(functools.partial(ctx.shared.rows.release, first_block + k))
 
     def k_step(k: Any, acc: Any, *, is_first: bool = False) -> Any:
-        before(k)
         ctx.shared.weight.await_ready(step + k)
         left, right = _rows_of(ctx, first_block + k), ctx.shared.weight.matrix(step + k)
         acc = mma.add_tile_product(acc, left, right)
@@ -344,23 +341,24 @@ def consume(ctx: NormLinearContext) -> None:
         of_rows = _item_statistics(ctx, i, first_block)
         late = jnp.maximum(item.begin, item.end - LATE_TILES)
 
+        @pl.loop(0, k_steps)
+        def _(k: Any) -> None:
+            if ctx.config.is_early:  # the first item's blocks were awaited
+                pl.when(i > 0)(functools.partial(ctx.shared.rows.await_ready, first_block + k))
+            tiles, factors = _rows_of(ctx, first_block + k), (operands.scale, operands.bias)
+            rows.normalise(tiles, of_rows, factors, k)
+
+        # Once: a fence and a barrier for each block, between WGMMAs of the first tile, take longer.
+        plgpu.commit_smem()
+
         def compute(number: Any, carry: Any) -> Any:
             finished, previous, step = carry
-
-            def normalise(k: Any) -> None:
-                @pl.when(number == item.begin)
-                def _() -> None:
-                    if ctx.config.is_early:  # the first item's blocks were awaited
-                        wait = functools.partial(ctx.shared.rows.await_ready, first_block + k)
-                        pl.when(i > 0)(wait)
-                    tiles, factors = _rows_of(ctx, first_block + k), (operands.scale, operands.bias)
-                    rows.normalise(tiles, of_rows, factors, k)
 
             if ctx.config.is_early:
                 pl.when(number == late)(functools.partial(ctx.shared.early.release, i))
             jobs = _store_jobs(ctx, finished, previous, step > 0)
             is_last = number == item.end - 1
-            acc = _multiply(ctx, step, first_block, is_last, normalise, jobs)
+            acc = _multiply(ctx, step, first_block, is_last, jobs)
             return acc, Tile(item.row, number), step + k_steps
 
         return lax.fori_loop(item.begin, item.end, compute, carry)

@@ -212,7 +212,7 @@ def load_statistic(ref: Any, consumer: Any) -> jax.Array:
 
 
 def normalise(tiles: Any, of_rows: Statistics, factors: tuple[Any, Any], block: Any) -> None:
-    """Normalises a block of rows in place; WGMMA may read it afterwards.
+    """Normalises a block of rows in place; WGMMA may read it after `commit_smem`.
 
     `factors` are device memory of norm scale and norm bias, [F] f32, or None; number `block` of the
     64 columns that `tiles` have.
@@ -228,7 +228,6 @@ def normalise(tiles: Any, of_rows: Statistics, factors: tuple[Any, Any], block: 
         x = x if scale is None else x * scale
         x = x if bias is None else x + bias
         tiles[...] = x.astype(tiles.dtype)
-        plgpu.commit_smem()
         return
 
     held = [x for x in of_rows if x is not None]
@@ -267,7 +266,6 @@ def normalise(tiles: Any, of_rows: Statistics, factors: tuple[Any, Any], block: 
                 vectors.store(half, i, [row_vectors.packed(pair, dtype) for pair in pairs])
 
     write(tiles, block, *memory, *held)
-    plgpu.commit_smem()
 
 
 def _vector_of(ref: ir.Value, index: ir.Value) -> list[ir.Value]:
