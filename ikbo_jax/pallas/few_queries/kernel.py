@@ -207,6 +207,15 @@ def _launch(
         out = jax.ShapeDtypeStruct((*rows_and_heads, shape.head_dim), dtype)
         of_rows = jax.ShapeDtypeStruct(rows_and_heads, jnp.float32)
         outputs = Outputs(out, of_rows if return_residuals else None, None, None)
+    config, shared = config.shared_with_own(
+        shape.own,
+        shape.head_dim,
+        shape.group,
+        lists=shape.listed > 0,
+        table=shape.table,
+        has_lengths=operands.lengths is not None,
+        has_ranges=operands.ranges is not None,
+    )
     results = launch(
         Roles(
             functools.partial(Context, shape, config),
@@ -218,15 +227,7 @@ def _launch(
         ),
         operands,
         outputs,
-        config.shared(
-            shape.head_dim,
-            shape.group,
-            lists=shape.listed > 0,
-            table=shape.table,
-            has_lengths=operands.lengths is not None,
-            has_ranges=operands.ranges is not None,
-            loads_own=shape.own is not None,
-        ),
+        shared,
         dtype=dtype,
         name="ikbo_few_queries_attention",
         workers=shape.workers,
