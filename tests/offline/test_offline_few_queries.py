@@ -188,6 +188,9 @@ OWN = (
     *("h256_gqa_split", "h256_blocks_of_80_gqa_plain", "h64_wide_ranges"),
 )
 CASES |= {f"{name}_own": dataclasses.replace(CASES[name], has_own=True) for name in OWN}
+#: Shared memory has room for a ring of own tokens, but the ring of keys is short.
+SHORT = of(128, Config(64, 1, 128, 2, 2), (20, 4), with_options=False)
+CASES["h128_gqa_short_own"] = dataclasses.replace(SHORT, has_own=True)
 #: Cases whose keys and values are in pages of 128 positions.
 PAGED = ("h64", "h64_split", "h128_wide_ranges", "h128_listed", "h128_gqa", "h256_wide", "h192")
 for name in PAGED:
