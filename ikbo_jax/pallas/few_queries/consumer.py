@@ -99,7 +99,7 @@ def _compute(ctx: Context, work: Work) -> tuple[jax.Array, ...]:
     _turn(ctx, work, 0, turns.hand_over)
     mma.wait(0)
     if begins_own:
-        maximum, sums, acc = own.start(ctx, work)
+        maximum, sums, acc = own.added(ctx, work)
     else:
         maximum = softmax.no_extreme(ctx.shape.log2_scale)
         sums = mma.zeros(softmax.PARTIAL, jnp.float32)
@@ -150,7 +150,7 @@ def _skip_all(ctx: Context, work: Work) -> tuple[jax.Array, ...]:
     """Frees all blocks of an item that this consumer does not compute; returns the first state."""
     state = None
     if ctx.own_stages:
-        state = own.start(ctx, work)
+        state = own.added(ctx, work)
 
     @pl.loop(0, work.item.blocks)
     def _(block: Any) -> None:

@@ -4,8 +4,6 @@ They are in a ring of their own, or first among the stages of the item's values 
 no room for the ring.
 """
 
-import functools
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -19,26 +17,8 @@ from ikbo_jax.pallas.hopper import mma, own_tokens
 from ikbo_jax.problems.hopper import BLOCK_K, NUM_CONSUMERS
 
 
-def start(ctx: Context, work: Work) -> softmax.Running:
-    """Begins the softmax of a part by its own tokens, and frees them."""
-    nothing = softmax.running_start(ctx.columns, ctx.shape.log2_scale)
-    return _chosen(ctx, work, nothing, lambda own: own)
-
-
 def added(ctx: Context, work: Work, *state: jax.Array) -> softmax.Running:
-    """Adds the own tokens of a part to the state of its softmax, and frees them."""
-    before = softmax.Running(*state)
-    merge = functools.partial(softmax.merged, before, log2_scale=ctx.shape.log2_scale)
-    return _chosen(ctx, work, before, merge)
-
-
-def _chosen(
-    ctx: Context,
-    work: Work,
-    state: softmax.Running,
-    merge: Callable[[softmax.Running], softmax.Running],
-) -> softmax.Running:
-    """Merges the part's own tokens with `state` if this consumer adds them; else frees them.
+    """Adds the own tokens of a part to the state of its softmax, or begins it; frees the tokens.
 
     Of consumers that share the keys, consumer 1 adds them, while consumer 0 adds up and stores the
     item before; but consumer 0, before it takes the other's sums, where consumer 1 cannot go ahead
@@ -48,15 +28,19 @@ def _chosen(
     is_behind = ctx.shared.own is not None and ctx.config.k_stages <= NUM_CONSUMERS
     of_shared = part.takes if is_behind else part.gives
 
-    def skipped() -> softmax.Running:
-        _skip(ctx, ctx.own_step(work.index, work.first_step), ctx.shape.own.number)
-        return state
+    def adding() -> softmax.Running:
+        own = _tokens(ctx, work)
+        if not state:
+            return own
+        return softmax.merged(softmax.Running(*state), own, log2_scale=ctx.shape.log2_scale)
 
-    return lax.cond(
-        is_first & (of_shared | (part.stores & ~part.takes)),
-        lambda: merge(_tokens(ctx, work)),
-        skipped,
-    )
+    def skipping() -> softmax.Running:
+        _skip(ctx, ctx.own_step(work.index, work.first_step), ctx.shape.own.number)
+        if not state:
+            return softmax.running_start(ctx.columns, ctx.shape.log2_scale)
+        return softmax.Running(*state)
+
+    return lax.cond(is_first & (of_shared | (part.stores & ~part.takes)), adding, skipping)
 
 
 def _tokens(ctx: Context, work: Work) -> softmax.Running:
