@@ -28,7 +28,8 @@ Synchronisations:
   2. `query.ready[s]`, `.free`   query slot s.
   3. `key.ready[s]`, `.free`     stage s of the ring of key blocks.
   4. `value.ready[s]`, `.free`   stage s of the ring of value blocks. The producer waits for `.free`
-     from the second use of a slot or stage on.
+     from the second use of a slot or stage on. `own.ready[s]`, `.free` likewise, if own tokens
+     have a ring.
   5. `exchange_ready[0]`, `exchange_free[0]`  consumer 1 -> 0 and back: sums over half of the keys.
   6. Named barriers: the consumers wait for each other after consumer 0 has zeroed values past a
      user's length, if both use them; with `turns`, they take turns at issuing products.

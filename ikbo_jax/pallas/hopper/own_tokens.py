@@ -1,8 +1,8 @@
 """A candidate's own token: one more key and value that only the candidate's queries see.
 
-The softmax of a row begins with the row's token, so that no work is left behind the user's keys.
-TMA loads the own keys and values of a tile's candidates, which lie side by side, into stages of the
-ring of values. A product of queries and own keys has a row's score in its candidate's column.
+TMA loads the own keys and values of a tile's candidates, which lie side by side, into stages: of a
+ring of their own, whose tokens a softmax ends with, or of the ring of values, whose tokens it
+begins with. A product of queries and own keys has a row's score in its candidate's column.
 """
 
 from __future__ import annotations
