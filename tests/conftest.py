@@ -226,6 +226,8 @@ def fake_attention(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHopper]:
     from ikbo_jax.ops.attention_vmap import Arrays
     from ikbo_jax.pallas.attention_backward import kernel as backward_kernel
     from ikbo_jax.pallas.attention_backward import own
+    from ikbo_jax.pallas.attention_backward.rows import delta_by_xla
+    from ikbo_jax.pallas.attention_backward.statistics import Inputs
     from ikbo_jax.pallas.few_queries import kernel as few_queries
     from ikbo_jax.pallas.flash import attention as kernel
     from ikbo_jax.pallas.worklist import counted_order
@@ -310,7 +312,11 @@ def fake_attention(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHopper]:
             return tuple(x.astype(s.dtype) for x, s in zip(found, shapes, strict=True))
 
         arrays = (query, key, value, index, lengths, *tensors)
-        return jax.pure_callback(run, shapes, *arrays)
+        found = jax.pure_callback(run, shapes, *arrays)
+        if rest["keeps_delta"]:
+            out, lse, d_out, d_lse = tensors
+            found = *found, delta_by_xla(Inputs(out, d_out, lse, d_lse, None))
+        return found
 
     monkeypatch.setattr(counted_order, "fits", lambda *sizes: False)
     monkeypatch.setattr(kernel, "attention_kernel", fake_kernel)

@@ -159,14 +159,17 @@ def _run(settings: Settings, operands: Operands) -> Gradients:
         config=settings.config,
         num_sms=settings.request.num_sms,
         dtype=settings.dtype,
+        keeps_delta=bool(arrays.own),
     )
     result: Gradients = run_kernel(launch, *arrays[:5], *rest)
     if not arrays.own:
         return result
+    *of_users, delta = result
+    _, lse, d_out, _ = rest
     # By the merged out and lse, the kernel's gradients of keys and values are right.
     add = functools.partial(own.add_own_tokens, scale=settings.scale, dtype=settings.dtype)
-    d_query, *of_own = run_kernel(add, result[0], arrays.query, *arrays.own, *rest)
-    return d_query, *result[1:], *of_own
+    d_query, *of_own = run_kernel(add, of_users[0], arrays.query, *arrays.own, lse, d_out, delta)
+    return d_query, *of_users[1:], *of_own
 
 
 #: Gradients of query, key and value by the kernel; differentiable, through XLA.

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 from ikbo_jax.problems import flash, hopper, memory
 from ikbo_jax.problems.hopper import BLOCK_K, NUM_CONSUMERS, TILE_ROWS, WGMMA_M
@@ -271,10 +271,15 @@ class FewQueriesConfig(Config):
         table: UserTable | None = None,
         has_lengths: bool = False,
         has_ranges: bool = False,
-        loads_own: bool = False,
+        own: hopper.OwnStages | None = None,
+        has_own_ring: bool = False,
     ) -> Any:
-        """Declares shared memory and barriers of one CTA; `group`: see `head_group`."""
-        parts = self.block_parts if has_lengths or has_ranges or loads_own else 1
+        """Declares shared memory and barriers of one CTA; `group`: see `head_group`.
+
+        Own tokens are in a ring of their own, or in stages of values.
+        """
+        has_parts = has_lengths or has_ranges or (own is not None and not has_own_ring)
+        parts = self.block_parts if has_parts else 1
         blocks = hopper.column_blocks(head_dim)
         tiles = self.tile_rows // WGMMA_M
         block = (blocks, self.block_kv, BLOCK_K)
@@ -291,6 +296,7 @@ class FewQueriesConfig(Config):
             ),
             key=memory.ring(self.k_stages, ready=blocks * parts, tiles=block),
             value=memory.ring(self.v_stages, ready=blocks * parts, tiles=block),
+            own=self._own_ring(blocks, own) if own and has_own_ring else None,
             # Consumer 1's part of an item; a barrier says that it is there, one that it was read.
             exchange=memory.Words((words // 4, hopper.WARPGROUP_SIZE, 4)) if is_exchanged else None,
             exchange_ready=memory.Barriers(1, 1) if is_exchanged else None,
@@ -303,6 +309,28 @@ class FewQueriesConfig(Config):
             tabled=memory.Barriers(1, NUM_CONSUMERS) if table else None,
             staging=memory.Staging((NUM_CONSUMERS, WGMMA_M, self.block_kv)),
         )
+
+    def shared_with_own(
+        self, own: hopper.OwnStages | None, head_dim: int, *sizes: int, **options: Any
+    ) -> tuple[Self, Any]:
+        """Declares `shared`, with own tokens; returns the configuration for which it does, too.
+
+        Own tokens have a ring of their own where there is room, if need be for one stage of values
+        less: consumers need them behind the last block. Those among values are needed first.
+        """
+        tries = (
+            (self.v_stages, max(self.v_stages - 1, 2)) if own and head_dim <= MAX_COLUMNS else ()
+        )
+        for stages in tries:
+            config = dataclasses.replace(self, v_stages=stages)
+            shared = config.shared(head_dim, *sizes, own=own, has_own_ring=True, **options)
+            if memory.smem_bytes(shared) <= hopper.MAX_SMEM_BYTES:
+                return config, shared
+        return self, self.shared(head_dim, *sizes, own=own, **options)
+
+    def _own_ring(self, blocks: int, own: hopper.OwnStages) -> memory.Ring:
+        rows, ready = 2 * own.columns // own.stages, blocks * self.block_parts
+        return memory.ring(self.q_slots * own.number, ready=ready, tiles=(blocks, rows, BLOCK_K))
 
     def smem_bytes(self, head_dim: int) -> int:
         return memory.smem_bytes(self.shared(head_dim))

@@ -149,6 +149,7 @@ CHOSEN = {
         "h256_wide_rows_70_lengths",
         "h192_wide_gqa_one_slot",
         "large_lengths_own",
+        "large_lengths_own_crowded",
         "large_h192_own",
         "turns_wide_own",
     ],

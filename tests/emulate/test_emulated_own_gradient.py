@@ -10,7 +10,8 @@ import pytest
 
 from ikbo_jax.pallas.attention_backward.own import add_own_tokens
 
-#: Dtype, candidates, T, key heads, query heads of each, head width, and whether there is a d_lse.
+#: Dtype, candidates, T, key heads, query heads of each, head width, and whether tokens' gradients
+#: are f32.
 CASES = {
     "one_row_each": ("bfloat16", 37, 1, 2, 1, 128, True),
     "grouped_f16_h96": ("float16", 5, 3, 1, 3, 96, False),
@@ -21,18 +22,18 @@ CASES = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_emulated_gradients_of_own_tokens(name: str, sm90: emulator.Emulator) -> None:
-    dtype, batch, q_len, kv_heads, group, width, has_d_lse = CASES[name]
+    dtype, batch, q_len, kv_heads, group, width, is_f32 = CASES[name]
     rng = np.random.default_rng(0)
     rows, tokens = (batch, q_len, kv_heads * group, width), (batch, 1, kv_heads, width)
-    shapes = rows, rows, tokens, tokens, rows
+    shapes = rows, rows, tokens, tokens
     arrays = [jnp.asarray(rng.normal(size=shape), dtype) for shape in shapes]
     d_out = jnp.asarray(rng.normal(size=rows), dtype)
-    others, d_lse = (jnp.asarray(rng.normal(size=rows[:3]), jnp.float32) for _ in range(2))
-    options: Any = {"scale": width**-0.5, "dtype": "float32" if has_d_lse else None}
+    others, delta = (jnp.asarray(rng.normal(size=rows[:3]), jnp.float32) for _ in range(2))
+    options: Any = {"scale": width**-0.5, "dtype": "float32" if is_f32 else None}
     query, key = arrays[1].astype(jnp.float32), arrays[2].astype(jnp.float32)
     scores = options["scale"] * jnp.sum(query * jnp.repeat(key, group, axis=2), axis=-1)
     lse = jnp.logaddexp(scores, others)  # of the token and of other keys
-    operands = *arrays, lse, d_out, d_lse if has_d_lse else None
+    operands = *arrays, lse, d_out, delta
     with sm90.emulated(0) as launched:
         found = add_own_tokens(*operands, **options)
     assert launched == ["ikbo_attention_backward_own_mosaic_gpu_kernel"]
@@ -54,8 +55,9 @@ def test_emulated_weights_of_huge_logits_are_at_most_one(sm90: emulator.Emulator
     scores = scale * np.sum(np.float64(query) * np.float64(key), axis=-1)
     lse = jnp.asarray(np.where(has_all[:, None, None], scores, scores + 2e7), jnp.float32)
     assert jnp.max(jnp.abs(lse)) > 2.0**24
+    delta = jnp.sum(d_out.astype(jnp.float32) * value.astype(jnp.float32), axis=-1)
     with sm90.emulated(0):
         *_, found = add_own_tokens(
-            query, query, key, value, value, lse, d_out, None, scale=scale, dtype="float32"
+            query, query, key, value, lse, d_out, delta, scale=scale, dtype="float32"
         )
     np.testing.assert_allclose(found, np.where(has_all[:, None, None, None], d_out, 0), rtol=1e-3)

@@ -51,8 +51,11 @@ def test_emulated_statistics_and_packed_rows_are_those_of_xla(
     if is_numbered_before:
         monkeypatch.setattr(statistics, "MOST_CTAS", 0)
     options = {"kv_heads": kv_heads, "count": 8 * sizes.block_q}
+    keeps_delta = {"keeps_delta": has_d_lse}
     with sm90.emulated(0) as launched:
-        found, emulated, packed = rows.with_statistics(index, lengths, inputs, sizes, **options)
+        found, emulated, packed, delta = rows.with_statistics(
+            index, lengths, inputs, sizes, **options, **keeps_delta
+        )
     is_ordered_before = is_numbered_before and not is_sorted
     assert launched == names(
         is_numbered_before=is_numbered_before, is_ordered_before=is_ordered_before
@@ -64,6 +67,9 @@ def test_emulated_statistics_and_packed_rows_are_those_of_xla(
         np.testing.assert_array_equal(x, y)
     for array, copied in zip((query, d_out), packed, strict=True):
         np.testing.assert_array_equal(copied, rows.pack(array, by_xla.order, kv_heads))
+    if has_d_lse:
+        expected = rows.delta_by_xla(inputs).ravel()
+        np.testing.assert_allclose(delta, expected, rtol=2e-6, atol=2e-5)
     want = np.asarray(rows.statistics_by_xla(inputs, by_xla, sizes, kv_heads, options["count"]))
     at = np.asarray(by_xla.targets(sizes)).ravel()
     np.testing.assert_allclose(np.asarray(emulated)[:, :, at], want[:, :, at], rtol=2e-6, atol=2e-5)
@@ -87,7 +93,7 @@ def test_emulated_statistics_are_nan_where_a_promised_order_is_wrong(
     orders = ([0, 0, 1, 2], False), ([1, 0, 1, 2], True), ([0, 0, 2, 1], True), ([2, 0, 0, 0], True)
     for index, is_nan in orders:
         with sm90.emulated(0) as launched, jax.enable_x64(has_x64):
-            numbers, emulated, _ = rows.with_statistics(
+            numbers, emulated, *_ = rows.with_statistics(
                 jnp.asarray(index, jnp.int32), None, inputs, sizes, kv_heads=1, count=64
             )
         assert launched == names(is_numbered_before=is_numbered_before)

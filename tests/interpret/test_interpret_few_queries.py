@@ -44,6 +44,7 @@ class Case(IndexedAttention):
       bundle: how many groups of heads one listing serves; None: as the configuration says.
       searches: whether CTAs search the index; otherwise they make a table of it, however short, if
         the index should be sorted.
+      is_crowded: whether shared memory has no room for a ring of own tokens.
     """
 
     q_len: int = 1
@@ -54,6 +55,7 @@ class Case(IndexedAttention):
     exceeds_cache: bool = False
     bundle: int | None = None
     searches: bool = False
+    is_crowded: bool = False
 
 
 CASES = {
@@ -268,6 +270,11 @@ def with_own(case: Case) -> Case:
 
 
 CASES |= {f"{name}_own": with_own(CASES[name]) for name in OWN}
+#: Cases whose own tokens are in stages of values.
+CASES |= {
+    f"{name}_own_crowded": dataclasses.replace(CASES[f"{name}_own"], is_crowded=True)
+    for name in (*OWN[:4], *OWN[5:8], *OWN[-4:])
+}
 #: Cases whose keys and values are in pages of one, two or three blocks.
 CASES |= {
     f"{name}_pages_{page}": dataclasses.replace(CASES[name], keys=keys, page=page)
@@ -299,6 +306,13 @@ CASES |= {
 }
 
 
+def own_among_values(
+    config: FewQueriesConfig, own: Any, *sizes: int, **options: Any
+) -> tuple[FewQueriesConfig, Any]:
+    """Declares memory as `shared_with_own` does without room for a ring of own tokens."""
+    return config, config.shared(*sizes, own=own, **options)
+
+
 def interpret(inputs: problems.AttentionInputs, case: Case) -> tuple[jax.Array, jax.Array]:
     inputs, pages = case.in_pages(inputs)
     inputs, targets = packed(inputs, case)
@@ -320,6 +334,9 @@ def interpret(inputs: problems.AttentionInputs, case: Case) -> tuple[jax.Array, 
     with contextlib.ExitStack() as patches:
         patches.enter_context(mock.patch.object(problems_few_queries, "LEAST_TABLED", least))
         patches.enter_context(mock.patch.object(kernel, "CACHE_BYTES", cached))
+        if case.is_crowded:
+            patch = mock.patch.object(FewQueriesConfig, "shared_with_own", own_among_values)
+            patches.enter_context(patch)
         if case.bundle is not None:
             plan = case.config.listings(case.problem, case.num_sms)._replace(bundle=case.bundle)
             patch = mock.patch.object(FewQueriesConfig, "listings", return_value=plan)

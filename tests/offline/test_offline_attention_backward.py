@@ -136,7 +136,7 @@ def test_offline_gradient_of_own_tokens_is_fit(head_dim: int, compiler: offline.
         )
     )
     add = functools.partial(add_own_tokens, scale=0.1)
-    compiler.compile_fit(add, rows, rows, tokens, tokens, rows, statistics, rows, statistics)
+    compiler.compile_fit(add, rows, rows, tokens, tokens, statistics, rows, statistics)
 
 
 ROWS = [

@@ -11,7 +11,7 @@ from test_offline_attention import operands, page_table
 
 from ikbo_jax.pallas.few_queries.kernel import few_queries_kernel
 from ikbo_jax.problems import AttentionProblem, memory
-from ikbo_jax.problems.few_queries import MOST_TABLE_ROWS, MOST_TABLED
+from ikbo_jax.problems.few_queries import MOST_TABLE_ROWS, MOST_TABLED, head_group
 from ikbo_jax.problems.few_queries import FewQueriesConfig as Config
 
 pytestmark = pytest.mark.slow
@@ -188,6 +188,9 @@ OWN = (
     *("h256_gqa_split", "h256_blocks_of_80_gqa_plain", "h64_wide_ranges"),
 )
 CASES |= {f"{name}_own": dataclasses.replace(CASES[name], has_own=True) for name in OWN}
+#: Shared memory has room for a ring of own tokens, but the ring of keys is short.
+SHORT = of(128, Config(64, 1, 128, 2, 2), (20, 4), with_options=False)
+CASES["h128_gqa_short_own"] = dataclasses.replace(SHORT, has_own=True)
 #: Cases whose keys and values are in pages of 128 positions.
 PAGED = ("h64", "h64_split", "h128_wide_ranges", "h128_listed", "h128_gqa", "h256_wide", "h192")
 for name in PAGED:
@@ -202,7 +205,10 @@ def test_offline_kernel_is_fit(name: str, compiler: offline.Compiler) -> None:
     assert case.config.illegal_reason(case.problem) is None
     (compiled,) = compiler.compile_fit(*case.launch())
     table = None if case.lists else case.config.table(case.problem)
-    shared = case.config.shared(case.problem.head_dim, lists=case.lists, table=table)
+    group = head_group(case.problem.q_heads, case.problem.kv_heads)
+    own = case.config.own_stages(case.problem.q_len, group) if case.has_own else None
+    sizes = own, case.problem.head_dim, group
+    _, shared = case.config.shared_with_own(*sizes, lists=case.lists, table=table)
     assert compiled.smem_bytes == memory.smem_bytes(shared)
     if case.lists:
         assert case.config.lists(case.problem, NUM_SMS)

@@ -188,6 +188,7 @@ class TestGradientByTheKernel:
             "indices_are_sorted": promise,
             "config": table.lookup(problem).config,
             "num_sms": 132,
+            "keeps_delta": False,
         }
         assert plan.backward_config == asked["config"]
         assert str(asked["config"]) in plan.backward

@@ -191,19 +191,17 @@ def own_gradient(
     query: Any,
     key: Any,
     value: Any,
-    out: Any,
     lse: Any,
     d_out: Any,
-    d_lse: Any,
+    delta: Any,
     *,
     scale: float,
     dtype: Any = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Adds own tokens to `d_query`, like `attention_backward.own.add_own_tokens`, in f32."""
     group = query.shape[2] // key.shape[2]
-    q, o, d = (x.astype(jnp.float32) for x in (query, out, d_out))
+    q, d = (x.astype(jnp.float32) for x in (query, d_out))
     k, v = (jnp.repeat(x.astype(jnp.float32), group, axis=2) for x in (key, value))
-    delta = jnp.sum(d * o, axis=-1) - (0 if d_lse is None else d_lse)
     weights = jnp.exp(jnp.sum(q * k, axis=-1) * scale - lse)
     d_scores = scale * weights * (jnp.sum(d * v, axis=-1) - delta)
 

@@ -101,7 +101,8 @@ def attention_backward_kernel(
     num_sms: int,
     logit_cap: float | None = None,
     dtype: Any = None,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+    keeps_delta: bool = False,
+) -> tuple[jax.Array, ...]:
     """Pulls cotangents of `out` and `lse` back to query, key and value.
 
     Args (the others are as for `ops.attention`; the configuration is legal):
@@ -115,7 +116,7 @@ def attention_backward_kernel(
     Returns:
       Gradients of query, key and value, each summed in f32, in the same order in every run, and
       rounded once. Zeros for keys past a user's length, users without candidates, and queries
-      without keys.
+      without keys. With `keeps_delta`, also sum(d_out * out) - d_lse, [B, T, N] f32.
     """
     batch, q_len, q_heads, head_dim = query.shape
     users, kv_len, kv_heads, _ = key.shape
@@ -141,14 +142,16 @@ def attention_backward_kernel(
     )
     workers = 1 if mosaic.is_interpreted() else min(num_sms, shape.items)
     sum_dtype = jnp.dtype(dtype or key.dtype)
-    rows, statistics, packed = query_rows.with_statistics(
+    rows, statistics, packed, *delta = query_rows.with_statistics(
         cand_to_user,
         key_value_seq_lengths,
         Inputs(out, d_out, lse, d_lse, query),
         sizes,
         kv_heads=kv_heads,
         count=shape.blocks * config.block_q,
+        keeps_delta=keeps_delta,
     )
+    more = tuple(x.reshape(lse.shape) for x in delta if x is not None)
     operands = Operands(*packed, statistics, key, value, rows.parts)
     add = functools.partial(_add_parts, rows=rows, sizes=sizes, dtypes=(query.dtype, sum_dtype))
     run = functools.partial(_launch, add, dtype=sum_dtype, config=config, workers=workers)
@@ -158,7 +161,7 @@ def attention_backward_kernel(
             stored_kernel, tiles=rows.tiles, order=rows.order, num_sms=num_sms
         )
         result, d_key, d_value = _stored(operands, shape, config, run, of_keys, multiply)
-        return result.reshape(query.shape), d_key, d_value
+        return result.reshape(query.shape), d_key, d_value, *more
     if config.d_query == "launch":
         gradients: dict[str, jax.Array] = {}
         for names in config.launches(head_dim):
@@ -166,9 +169,9 @@ def attention_backward_kernel(
             gradients |= zip(names, run(operands, shape=of_launch), strict=True)
         d_key, d_value = gradients["key"], gradients["value"]
         result = d_query_kernel(operands, rows, shape, config, num_sms=num_sms)
-        return result.reshape(query.shape), d_key, d_value
+        return result.reshape(query.shape), d_key, d_value, *more
     of_query, of_key, of_value = run(operands, shape=shape)
-    return of_query, of_key, of_value
+    return of_query, of_key, of_value, *more
 
 
 def _stored(

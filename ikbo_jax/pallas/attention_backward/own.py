@@ -4,9 +4,9 @@
     d_query += scale * dS * self_key,   d_self_key = scale * sum(dS * query),
     d_self_value = sum(P * d_out),   delta = sum(d_out * out) - d_lse
 
-`out` and `lse` are of all keys, so the other launches need no own tokens. Some neighbouring threads
-add up the products of a row, and take the rows of a candidate and key head one after another: all
-arrays are read once. XLA reads queries and cotangents twice, by six kernels.
+`out` and `lse` are of all keys, so the other launches need no own tokens; one computes delta. Some
+neighbouring threads add up the products of a row, and take the rows of a candidate and key head one
+after another: all arrays are read once. XLA reads queries and cotangents twice, by six kernels.
 """
 
 import dataclasses
@@ -34,12 +34,11 @@ from ikbo_jax.problems.hopper import WARPGROUP_SIZE
 class Operands(NamedTuple):
     """Device memory; a row is a query of a query head, a pair a candidate and a key head."""
 
-    query: Any  # [rows, H]; the next three likewise
-    out: Any
+    query: Any  # [rows, H]; the next two likewise
     d_out: Any
     d_query: Any  # without own tokens
     lse: Any  # [rows] f32
-    d_lse: Any  # likewise, or None for zeros
+    delta: Any  # likewise
     key: Any  # [pairs, H]
     value: Any  # likewise
 
@@ -69,18 +68,18 @@ def add_own_tokens(
     query: jax.Array,
     self_key: jax.Array,
     self_value: jax.Array,
-    *statistics: jax.Array | None,
+    *statistics: jax.Array,
     scale: float,
     dtype: Any = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Adds own tokens to `d_query` [B, T, N, H]; returns it, and the gradients of `self_key` and
-    `self_value` [B, 1, K, H] in `dtype`. `statistics`: out, lse, d_out, and d_lse or None.
+    `self_value` [B, 1, K, H] in `dtype`. `statistics`: lse, d_out and delta.
     """
     (batch, q_len, q_heads, width), kv_heads = query.shape, self_key.shape[2]
     shape = Shape(batch * kv_heads, q_len, kv_heads, q_heads // kv_heads, width, scale)
-    out, lse, d_out, d_lse = statistics
-    arrays = Operands(query, out, d_out, d_query, lse, d_lse, self_key, self_value)
-    flat = (x if x is None else x.reshape(-1, *([width] * (x.ndim == 4))) for x in arrays)
+    lse, d_out, delta = statistics
+    arrays = Operands(query, d_out, d_query, lse, delta, self_key, self_value)
+    flat = (x.reshape(-1, *([width] * (x.ndim == 4))) for x in arrays)
     operands = Operands(*flat)
     of_token = jax.ShapeDtypeStruct(operands.key.shape, dtype or self_key.dtype)
     results = launch_threads(
@@ -122,9 +121,9 @@ def _add(ctx: WarpgroupContext) -> None:
             sums, begin = [*loop.inner_iter_args], loop.induction_variable
             at = [threads.row(first, arith.addi(begin, inline.i32(i))) for i in range(unroll)]
             # The loads of all rows come first.
-            loaded = [[threads.load(x, row) for x in operands[:4]] for row in at]
-            for row, (query, out, d_out, d_query) in zip(at, loaded, strict=True):
-                weight, d_score = threads.weight(row, query, out, d_out, *tokens)
+            loaded = [[threads.load(x, row) for x in operands[:3]] for row in at]
+            for row, (query, d_out, d_query) in zip(at, loaded, strict=True):
+                weight, d_score = threads.weight(row, query, d_out, *tokens)
                 threads.store(outputs[0], row, _sums(d_score, tokens[0], d_query))
                 of_key = _sums(d_score, query, sums[:half])
                 sums = of_key + _sums(weight, d_out, sums[half:])
@@ -171,11 +170,10 @@ class _RowThreads(NamedTuple):
             parts.store(array, self._terms(row, i), vector, self.is_pair)
 
     def weight(self, row: ir.Value, *arrays: list[ir.Value]) -> tuple[ir.Value, ir.Value]:
-        """Computes P and scale * dS of a row from its query, out, d_out, own key and own value."""
-        query, out, d_out, key, value = arrays
-        score, d_weight, delta = map(self._sum, (query, d_out, d_out), (key, value, out))
-        if self.operands.d_lse is not None:
-            delta = arith.subf(delta, statistics.load_number(self.operands.d_lse, row))
+        """Computes P and scale * dS of a row from its query, d_out, own key and own value."""
+        query, d_out, key, value = arrays
+        score, d_weight = map(self._sum, (query, d_out), (key, value))
+        delta = statistics.load_number(self.operands.delta, row)
         lse = statistics.lse_exponent(statistics.load_number(self.operands.lse, row))
         score = arith.mulf(score, inline.f32(self.shape.scale * math.log2(math.e)))
         ptx, f32 = "ex2.approx.ftz.f32 $0, $1;", ir.F32Type.get()

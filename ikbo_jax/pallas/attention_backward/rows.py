@@ -37,8 +37,10 @@ def with_statistics(
     *,
     kv_heads: int,
     count: int,
-) -> tuple[Rows, jax.Array, Packed]:
-    """Returns rows, [K, 2, count + 128] f32 of lse in powers of 2 and delta, and packed operands.
+    keeps_delta: bool = False,
+) -> tuple[Rows, jax.Array, Packed, jax.Array | None]:
+    """Returns rows, [K, 2, count + 128] f32 of lse in powers of 2 and delta, packed operands, and,
+    if `keeps_delta`, delta of each query, f32.
 
     Statistics are at the rows' targets; numbers at rows of no query are arbitrary. Targets of a
     user begin with a block, so TMA copies blocks that begin at whole 64 bytes and end inside of the
@@ -51,7 +53,8 @@ def with_statistics(
     if mosaic.is_interpreted():
         found = by_xla(cand_to_user, lengths, sizes)
         packed = Packed(*(pack(x, found.order, kv_heads) for x in (inputs.query, inputs.d_out)))
-        return found, statistics_by_xla(inputs, found, sizes, kv_heads, count), packed
+        delta = delta_by_xla(inputs) if keeps_delta else None
+        return found, statistics_by_xla(inputs, found, sizes, kv_heads, count), packed, delta
     in_place = None
     if not sizes.is_packed:
         in_place = Packed(*(pack(x, None, kv_heads) for x in (inputs.query, inputs.d_out)))
@@ -66,23 +69,28 @@ def with_statistics(
         *(cand_to_user, position, lengths, users, poison),
     )
     results = statistics_launch.statistics_kernel(
-        operands, sizes, kv_heads=kv_heads, count=count + TILE_ROWS
+        operands, sizes, kv_heads=kv_heads, count=count + TILE_ROWS, keeps_delta=keeps_delta
     )
     if rows is None:
         order, position = results.rows.order, results.rows.position
         rows = described(cand_to_user, order, position, results.rows)
-    return rows, results.statistics, in_place or results.packed
+    return rows, results.statistics, in_place or results.packed, results.delta
+
+
+def delta_by_xla(inputs: Inputs) -> jax.Array:
+    """Computes the last result of `with_statistics` by XLA."""
+    out, d_out, lse, d_lse, _ = inputs
+    delta = jnp.sum(d_out.astype(jnp.float32) * out.astype(jnp.float32), axis=-1)
+    if d_lse is not None:
+        delta = delta - d_lse
+    return jnp.where(lse == -jnp.inf, 0.0, delta)
 
 
 def statistics_by_xla(
     inputs: Inputs, rows: Rows, sizes: Sizes, kv_heads: int, count: int
 ) -> jax.Array:
     """Computes the second result of `with_statistics` by XLA."""
-    out, d_out, lse, d_lse, _ = inputs
-    delta = jnp.sum(d_out.astype(jnp.float32) * out.astype(jnp.float32), axis=-1)
-    if d_lse is not None:
-        delta = delta - d_lse
-    both = jnp.stack((weight_exponents(lse), jnp.where(lse == -jnp.inf, 0.0, delta)))
+    both = jnp.stack((weight_exponents(inputs.lse), delta_by_xla(inputs)))
     both = jnp.moveaxis(both.reshape(2, sizes.batch, sizes.q_len, kv_heads, sizes.group), 3, 0)
     # NaN enters the operands of the scatter: to select in its result would take another kernel.
     absent, both = (

@@ -93,6 +93,7 @@ class Outputs(NamedTuple):
     statistics: Any  # [K, 2, count] f32: lse in powers of 2 and delta, at the targets
     rows: Any  # `numbering.Outputs`; None if the launch does not number rows
     packed: Any  # `Packed`; None if the caller's arrays have that order
+    delta: Any = None  # [rows] f32, likewise for another launch; None if it is not wanted
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,15 +131,22 @@ def numbers_rows(sizes: numbering.Sizes, kv_heads: int) -> bool:
 
 
 def statistics_kernel(
-    operands: Operands, sizes: numbering.Sizes, *, kv_heads: int, count: int
+    operands: Operands,
+    sizes: numbering.Sizes,
+    *,
+    kv_heads: int,
+    count: int,
+    keeps_delta: bool = False,
 ) -> Outputs:
     """[K, 2, count] f32: lse in powers of 2 and delta, at the targets; undefined elsewhere.
 
     Without `operands.users`, also what describes users, parts, tiles and the order of unsorted
-    candidates. With `operands.inputs.query`, also packed rows.
+    candidates. With `operands.inputs.query`, also packed rows; with `keeps_delta`, delta by row.
     """
     shape = Shape(sizes, kv_heads)
     declared = Outputs(jax.ShapeDtypeStruct((kv_heads, 2, count), jnp.float32), None, None)
+    if keeps_delta:
+        declared = declared._replace(delta=jax.typeof(operands.inputs.lse))
     query = operands.inputs.query
     if query is not None:
         rows_type = jax.ShapeDtypeStruct((sizes.rows, kv_heads, query.shape[-1]), query.dtype)
@@ -265,7 +273,8 @@ def _rank(ctx: numbering.Numbering, candidate: jax.Array, shape: Shape) -> jax.A
 def _store(ctx: WarpgroupContext) -> None:
     """Stores the statistics of a CTA's rows, and packs the rows."""
     refs: list[Any]
-    refs, tree = jax.tree.flatten((ctx.operands.inputs, ctx.outputs.statistics, ctx.outputs.packed))
+    outputs = ctx.outputs._replace(rows=None)
+    refs, tree = jax.tree.flatten((ctx.operands.inputs, outputs))
     rows = _rows(ctx)
     arrays = (rows.number, rows.is_row.astype(jnp.int32), *rows[2:])
     layouts = (per_thread.LAYOUT,) * len(arrays)
@@ -274,7 +283,7 @@ def _store(ctx: WarpgroupContext) -> None:
     @plgpu.inline_mgpu(arg_types=(*(plgpu.RefType(),) * len(refs), *layouts))
     def store(_: Any, *arguments: Any) -> None:
         memory, numbers = arguments[: len(refs)], arguments[len(refs) :]
-        found, output, packed = jax.tree.unflatten(tree, memory)
+        found, (output, _, packed, of_rows) = jax.tree.unflatten(tree, memory)
         row, is_row, kv_head, target, poison, packed_row = map(per_thread.scalar, numbers)
         is_row = arith.cmpi(arith.CmpIPredicate.ne, is_row, inline.i32(0))
         width = ir.MemRefType(found.out.type).shape[1]
@@ -301,6 +310,9 @@ def _store(ctx: WarpgroupContext) -> None:
         terms = [(kv_head, 2 * count), (target, 1)]
         is_first = arith.cmpi(arith.CmpIPredicate.eq, part, inline.i32(0))
         is_first = arith.andi(is_first, is_row)
+        if of_rows is not None:
+            address = stores.device_address(of_rows, [(row, 1)], 4)
+            inline.issue("st.global.f32 [$0], $1;", address, delta, predicate=is_first)
         for number, value in enumerate((exponent, delta)):
             inline.issue(
                 f"st.global.f32 [$0 + {number * count * 4}], $1;",

@@ -90,23 +90,21 @@ def _turn(ctx: Context, work: Work, number: Any, act: Callable[[Context], None])
 def _compute(ctx: Context, work: Work) -> tuple[jax.Array, ...]:
     """Attends to this consumer's blocks, at least one; returns (maximum, sums, accumulator)."""
     part, first_step = work.part, work.first_step
-    has_own, value_step = ctx.shape.own is not None, functools.partial(ctx.value_step, work.index)
+    begins_own, value_step = ctx.own_stages > 0, functools.partial(ctx.value_step, work.index)
     dtype = ctx.operands.query.dtype
     is_alternating = part.stride == 2
     pl.when(part.begin == 1)(functools.partial(ctx.shared.key.skip, first_step))
     _turn(ctx, work, 0, turns.take)
     scores = _issue_scores(ctx, work, first_step + part.begin)
-    if has_own:
-        products = own.issue_scores(ctx, work)
     _turn(ctx, work, 0, turns.hand_over)
     mma.wait(0)
-    if has_own:
-        maximum, sums, acc = own.start(ctx, work, products)
+    if begins_own:
+        maximum, sums, acc = own.added(ctx, work)
     else:
         maximum = softmax.no_extreme(ctx.shape.log2_scale)
         sums = mma.zeros(softmax.PARTIAL, jnp.float32)
     p, maximum, sums, factor = _weigh(ctx, work, scores, part.begin, maximum, sums)
-    if has_own:
+    if begins_own:
         acc = acc * lax.broadcast_in_dim(factor, acc.shape, (0,))
     pl.when(part.begin == 1)(functools.partial(ctx.shared.value.skip, value_step(first_step)))
 
@@ -117,7 +115,7 @@ def _compute(ctx: Context, work: Work) -> tuple[jax.Array, ...]:
         pl.when(is_alternating)(functools.partial(ctx.shared.key.skip, step + 1))
         _turn(ctx, work, i + 1, turns.take)
         scores = _issue_scores(ctx, work, step + part.stride)
-        acc = _issue_values(ctx, work, block, acc, weights, None if has_own else i > 0)
+        acc = _issue_values(ctx, work, block, acc, weights, None if begins_own else i > 0)
         _turn(ctx, work, i + 1, turns.hand_over)
         mma.wait(1)
         p, maximum, sums, shrink = _weigh(ctx, work, scores, block + part.stride, maximum, sums)
@@ -130,12 +128,12 @@ def _compute(ctx: Context, work: Work) -> tuple[jax.Array, ...]:
         return p.astype(dtype), maximum, sums, acc
 
     weights = p.astype(dtype)
-    if not has_own:
+    if not begins_own:
         acc = mma.zeros(ctx.columns, jnp.float32)
     state = (weights, maximum, sums, acc)
     weights, maximum, sums, acc = lax.fori_loop(0, part.count - 1, one_block, state)
     last = part.begin + (part.count - 1) * part.stride
-    acc = _issue_values(ctx, work, last, acc, weights, None if has_own else part.count > 1)
+    acc = _issue_values(ctx, work, last, acc, weights, None if begins_own else part.count > 1)
     mma.wait(0)
     acc = mma.after_wait(acc)
     ctx.shared.value.release(value_step(first_step + last))
@@ -151,8 +149,8 @@ def _compute(ctx: Context, work: Work) -> tuple[jax.Array, ...]:
 def _skip_all(ctx: Context, work: Work) -> tuple[jax.Array, ...]:
     """Frees all blocks of an item that this consumer does not compute; returns the first state."""
     state = None
-    if ctx.shape.own:
-        state = own.start_alone(ctx, work)
+    if ctx.own_stages:
+        state = own.added(ctx, work)
 
     @pl.loop(0, work.item.blocks)
     def _(block: Any) -> None:
@@ -169,12 +167,10 @@ def _merged(
     shared = ctx.shared
     plgpu.barrier_wait(shared.exchange_ready.at[0])
     maximum2, sums2 = store.take_statistics(ctx)
-    larger = softmax.further(ctx.shape.log2_scale)(maximum, maximum2)
-    base, log2_scale = softmax.finite(larger, ctx.shape.log2_scale), ctx.shape.log2_scale
-    factor, factor2 = (jnp.exp2((x - base) * jnp.float32(log2_scale)) for x in (maximum, maximum2))
-    acc = store.take_sum(ctx, acc, factor, factor2)
+    larger, *factors = softmax.merging_factors(maximum, maximum2, ctx.shape.log2_scale)
+    acc = store.take_sum(ctx, acc, *factors)
     plgpu.barrier_arrive(shared.exchange_free.at[0])
-    return acc, larger, sums * factor + sums2 * factor2
+    return acc, larger, sums * factors[0] + sums2 * factors[1]
 
 
 def _exchanged(ctx: Context, part: Part, *state: jax.Array) -> tuple[jax.Array, ...]:
@@ -200,6 +196,8 @@ def _one_item(carry: tuple[Any, ...], ctx: Context) -> tuple[Any, ...]:
         functools.partial(_compute, ctx, work),
         functools.partial(_skip_all, ctx, work),
     )
+    if shared.own is not None:
+        maximum, partial_sums, acc = own.added(ctx, work, maximum, partial_sums, acc)
     shared.query.release(index)
     state: tuple[jax.Array, ...] = (acc, maximum, jnp.sum(partial_sums, axis=1))
     if shared.exchange is not None:

@@ -10,6 +10,7 @@ from jax.experimental import pallas as pl
 from ikbo_jax.pallas.activations.cap import Cap
 from ikbo_jax.pallas.flash.context import AttentionShape
 from ikbo_jax.pallas.hopper.launch import WarpgroupContext
+from ikbo_jax.pallas.hopper.rings import Ring
 from ikbo_jax.pallas.hopper.visible import Visible
 from ikbo_jax.problems.few_queries import MAX_COLUMNS, UserTable
 from ikbo_jax.problems.hopper import BLOCK_K, WGMMA_M, OwnStages, column_blocks
@@ -53,7 +54,7 @@ class Shape(AttentionShape):
       listed: most candidates of an item, if CTAs list them because the index is not sorted; else 0.
       table: the table that CTAs make of a sorted index; None if they search it, or list candidates.
       page: positions of a page, a multiple of a block's keys; 0: a user's keys are in one array.
-      own: the stages of values that have an item's own tokens; None: there are no own tokens.
+      own: the stages that have an item's own tokens; None: there are no own tokens.
     """
 
     group: int
@@ -247,7 +248,22 @@ class Context(WarpgroupContext):
 
     def value_step(self, index: Any, step: Any) -> Any:
         """Returns the step among values of item `index`'s block `step`, behind own tokens."""
-        return step if self.shape.own is None else step + (index + 1) * self.shape.own.number
+        return step + (index + 1) * self.own_stages if self.own_stages else step
+
+    def own_step(self, index: Any, first_step: Any) -> Any:
+        """Returns the step of own tokens in their ring, of item `index` from `first_step` on."""
+        before = index * self.shape.own.number
+        return first_step + before if self.own_stages else before
+
+    @property
+    def own_ring(self) -> Ring:
+        """The ring whose stages have own tokens."""
+        return self.shared.own or self.shared.value
+
+    @property
+    def own_stages(self) -> int:
+        """Number of stages of values that have an item's own tokens."""
+        return self.shape.own.number if self.shape.own and self.shared.own is None else 0
 
     @property
     def columns(self) -> int:
@@ -276,7 +292,7 @@ class Context(WarpgroupContext):
     @property
     def block_parts(self) -> int:
         """Number of parts in which a block of keys may be loaded; its barrier expects all parts."""
-        has_parts = self.ends_in_block or self.shape.own is not None
+        has_parts = self.ends_in_block or self.own_stages > 0
         return self.config.block_parts if has_parts else 1
 
     @property

@@ -28,7 +28,8 @@ Synchronisations:
   2. `query.ready[s]`, `.free`   query slot s.
   3. `key.ready[s]`, `.free`     stage s of the ring of key blocks.
   4. `value.ready[s]`, `.free`   stage s of the ring of value blocks. The producer waits for `.free`
-     from the second use of a slot or stage on.
+     from the second use of a slot or stage on. `own.ready[s]`, `.free` likewise, if own tokens
+     have a ring.
   5. `exchange_ready[0]`, `exchange_free[0]`  consumer 1 -> 0 and back: sums over half of the keys.
   6. Named barriers: the consumers wait for each other after consumer 0 has zeroed values past a
      user's length, if both use them; with `turns`, they take turns at issuing products.
@@ -207,6 +208,15 @@ def _launch(
         out = jax.ShapeDtypeStruct((*rows_and_heads, shape.head_dim), dtype)
         of_rows = jax.ShapeDtypeStruct(rows_and_heads, jnp.float32)
         outputs = Outputs(out, of_rows if return_residuals else None, None, None)
+    config, shared = config.shared_with_own(
+        shape.own,
+        shape.head_dim,
+        shape.group,
+        lists=shape.listed > 0,
+        table=shape.table,
+        has_lengths=operands.lengths is not None,
+        has_ranges=operands.ranges is not None,
+    )
     results = launch(
         Roles(
             functools.partial(Context, shape, config),
@@ -218,15 +228,7 @@ def _launch(
         ),
         operands,
         outputs,
-        config.shared(
-            shape.head_dim,
-            shape.group,
-            lists=shape.listed > 0,
-            table=shape.table,
-            has_lengths=operands.lengths is not None,
-            has_ranges=operands.ranges is not None,
-            loads_own=shape.own is not None,
-        ),
+        shared,
         dtype=dtype,
         name="ikbo_few_queries_attention",
         workers=shape.workers,

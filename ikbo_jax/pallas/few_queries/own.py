@@ -1,4 +1,8 @@
-"""The own tokens with which the softmax of an item's rows begins; see `problems.OwnStages`."""
+"""The own tokens of an item's rows; see `problems.OwnStages`.
+
+They are in a ring of their own, or first among the stages of the item's values if shared memory has
+no room for the ring.
+"""
 
 from typing import Any
 
@@ -10,73 +14,64 @@ from jax.experimental import pallas as pl
 from ikbo_jax.pallas.few_queries.context import Context, Work
 from ikbo_jax.pallas.flash import softmax
 from ikbo_jax.pallas.hopper import mma, own_tokens
-from ikbo_jax.problems.hopper import BLOCK_K
+from ikbo_jax.problems.hopper import BLOCK_K, NUM_CONSUMERS
 
 
-def issue_scores(ctx: Context, work: Work) -> jax.Array:
-    """Issues the products of the part's queries and own keys."""
-    own, ring, query = ctx.shape.own, ctx.shared.value, ctx.shared.query
-    step, tile = _first_step(ctx, work), work.part.tile
-    if own.groups > 1:
-        pl.when(tile > 0)(lambda: _skip(ctx, step, own.stages))
-        step = step + tile * own.stages
-    ring.await_ready(step)
-    queries = query.tiles[0].at[query.slot(work.index), tile if ctx.tiles > 1 else 0]
-    return mma.product(queries, ring.matrix(step), ctx.shape.head_dim, columns=own.columns)
+def added(ctx: Context, work: Work, *state: jax.Array) -> softmax.Running:
+    """Adds the own tokens of a part to the state of its softmax, or begins it; frees the tokens.
 
-
-def start(ctx: Context, work: Work, products: jax.Array) -> softmax.Running:
-    """Begins a part's softmax by its own tokens, and frees them, after the wait for `products`.
-
-    Of consumers that share the keys, consumer 1 does. Of split keys, the first split does.
+    Of consumers that share the keys, consumer 1 adds them, while consumer 0 adds up and stores the
+    item before; but consumer 0, before it takes the other's sums, where consumer 1 cannot go ahead
+    since the ring has one block of keys for each. Of split keys, the first split adds them.
     """
-    shape, own, ring = ctx.shape, ctx.shape.own, ctx.shared.value
-    part, step, before = work.part, _first_step(ctx, work), 0
+    part, is_first = work.part, work.item.target < ctx.shape.rows
+    is_behind = ctx.shared.own is not None and ctx.config.k_stages <= NUM_CONSUMERS
+    of_shared = part.takes if is_behind else part.gives
+
+    def adding() -> softmax.Running:
+        own = _tokens(ctx, work)
+        if not state:
+            return own
+        return softmax.merged(softmax.Running(*state), own, log2_scale=ctx.shape.log2_scale)
+
+    def skipping() -> softmax.Running:
+        _skip(ctx, ctx.own_step(work.index, work.first_step), ctx.shape.own.number)
+        if not state:
+            return softmax.running_start(ctx.columns, ctx.shape.log2_scale)
+        return softmax.Running(*state)
+
+    return lax.cond(is_first & (of_shared | (part.stores & ~part.takes)), adding, skipping)
+
+
+def _tokens(ctx: Context, work: Work) -> softmax.Running:
+    """Returns the state of a softmax of own tokens alone, and frees them."""
+    shape, own, ring, query = ctx.shape, ctx.shape.own, ctx.own_ring, ctx.shared.query
+    part, step, before = work.part, ctx.own_step(work.index, work.first_step), 0
     if own.groups > 1:
+        pl.when(part.tile > 0)(lambda: _skip(ctx, step, own.stages))
         step, before = step + part.tile * own.stages, part.offset
+    stages = [step + i for i in range(own.stages)]
+    for stage in stages:
+        ring.await_ready(stage)
+    queries = query.tiles[0].at[query.slot(work.index), part.tile if ctx.tiles > 1 else 0]
+    products = mma.product(queries, ring.matrix(step), shape.head_dim, columns=own.columns)
     begin = lax.rem(work.item.target + before, jnp.int32(shape.q_len)) + part.offset - before
     places = own_tokens.Places(begin, shape.q_len, shape.head_rows)
-    products = mma.after_wait(products)
-    score = own_tokens.scores(products, places)
     blocks: Any = slice(None)
     if ctx.shares_columns:
         blocks = pl.ds(ctx.first_column_block, ctx.columns // BLOCK_K)
-    value = own_tokens.values(ring, step, own, places, ctx.columns, blocks)
+    # Values are read while the tensor cores multiply.
+    value = own_tokens.values(ring.matrix(stages[-1]).at[blocks], own, places, ctx.columns)
+    mma.wait(0)
+    for stage in stages:
+        ring.release(stage)
+    score = own_tokens.scores(mma.after_wait(products), places)
     if own.groups > 1:
         pl.when(part.tile == 0)(lambda: _skip(ctx, step + own.stages, own.stages))
-    begins = _begins(ctx, work)
-    nothing = softmax.running_start(ctx.columns, shape.log2_scale)
-    return softmax.Running(
-        jnp.where(begins, score, nothing.extreme),
-        jnp.where(begins, nothing.sums + 1 / softmax.PARTIAL, nothing.sums),
-        jnp.where(begins, value, nothing.acc),
-    )
-
-
-def start_alone(ctx: Context, work: Work) -> softmax.Running:
-    """Begins the softmax of a part without keys; or frees own tokens, if the part has no rows."""
-
-    def begun() -> softmax.Running:
-        products = issue_scores(ctx, work)
-        mma.wait(0)
-        return start(ctx, work, products)
-
-    def skipped() -> softmax.Running:
-        _skip(ctx, _first_step(ctx, work), ctx.shape.own.number)
-        return softmax.running_start(ctx.columns, ctx.shape.log2_scale)
-
-    return lax.cond(_begins(ctx, work), begun, skipped)
-
-
-def _begins(ctx: Context, work: Work) -> Any:
-    part, is_first = work.part, work.item.target < ctx.shape.rows
-    return is_first & (part.gives | (part.stores & ~part.takes))
-
-
-def _first_step(ctx: Context, work: Work) -> Any:
-    return work.first_step + work.index * ctx.shape.own.number
+    sums = mma.zeros(softmax.PARTIAL, jnp.float32) + 1 / softmax.PARTIAL
+    return softmax.Running(score, sums, value)
 
 
 def _skip(ctx: Context, step: Any, count: int) -> None:
     for i in range(count):
-        ctx.shared.value.skip(step + i)
+        ctx.own_ring.skip(step + i)

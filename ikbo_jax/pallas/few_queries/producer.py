@@ -129,7 +129,7 @@ def _load_block_of(ctx: Context, user: Any, place: Place) -> Any:
     """Loads the first block of a user's keys and values; returns the user."""
     first = (user, place.split * ctx.split_blocks, place.kv_head)
     _load_block(ctx, ctx.operands.key, ctx.shared.key, jnp.int32(0), first)
-    if not ctx.shape.own:  # own tokens come first among values
+    if not ctx.own_stages:  # own tokens come first among values
         _load_block(ctx, ctx.operands.value, ctx.shared.value, jnp.int32(0), first)
     return user
 
@@ -201,18 +201,19 @@ def _send_rows(
     def load(source: Any, ring: Ring, step: Any, block: Any) -> None:
         where = (user, first_block + block, place.kv_head)
         # Consumers zero values past the keys only if keys may end within a block.
-        left = keys - block * size if ctx.ends_in_block or not shape.own else None
+        left = keys - block * size if ctx.ends_in_block or not ctx.own_stages else None
         _load_block(ctx, source, ring, step + block, where, left)
 
     first_value = ctx.value_step(progress.items, progress.steps)
     load_key = functools.partial(load, operands.key, shared.key, progress.steps)
     load_value = functools.partial(load, operands.value, shared.value, first_value)
-    if shape.own:
+    load_own = functools.partial(_load_own, ctx, progress, sent, place.kv_head)
+    if ctx.own_stages:
         # A part of consumer 1 may begin with block 1. Consumers free no own tokens before they have
         # the keys of their first block.
         pl.when((loaded == 0) & (blocks > 0))(functools.partial(load_key, jnp.int32(0)))
         pl.when(blocks > 1)(functools.partial(load_key, jnp.int32(1)))
-        _load_own(ctx, first_value - shape.own.number, sent, place.kv_head)
+        load_own()
 
         @pl.loop(0, blocks)
         def _(block: Any) -> None:
@@ -220,6 +221,8 @@ def _send_rows(
             pl.when(block + 2 < blocks)(functools.partial(load_key, block + 2))
 
     else:
+        if shape.own:
+            load_own()
 
         @pl.loop(loaded, blocks + 1)
         def _(block: Any) -> None:
@@ -229,14 +232,16 @@ def _send_rows(
     return _Progress(progress.items + 1, progress.steps + blocks)
 
 
-def _load_own(ctx: Context, first_step: Any, sent: _Rows, kv_head: Any) -> None:
-    """Loads own keys and values of an item into stages of values from `first_step` on.
+def _load_own(ctx: Context, progress: _Progress, sent: _Rows, kv_head: Any) -> None:
+    """Loads own keys and values of an item.
 
     A stage whose rows have no candidate, and those of a further split of keys, stay as they were.
     """
-    shape, ring, own = ctx.shape, ctx.shared.value, ctx.shape.own
+    shape, ring, own = ctx.shape, ctx.own_ring, ctx.shape.own
+    first_step = ctx.own_step(progress.items, progress.steps)
     size, q_len = own.columns, jnp.int32(shape.q_len)
-    pieces = ctx.block_parts * own.stages // 2
+    parts = ctx.config.block_parts
+    pieces = parts * own.stages // 2
     pieces = pieces if size % (SWIZZLE_ROWS * pieces) == 0 else 1
     height = size // pieces
 
@@ -258,7 +263,7 @@ def _load_own(ctx: Context, first_step: Any, sent: _Rows, kv_head: Any) -> None:
                 pl.when(left > piece * height)(load)
                 pl.when(left <= piece * height)(functools.partial(_skip, ready, tiles.shape[0]))
             if i >= 2 - own.stages:
-                further = ctx.block_parts - pieces * (3 - own.stages)
+                further = parts - pieces * (3 - own.stages)
                 _skip(ready, further * tiles.shape[0])
 
 
@@ -370,5 +375,7 @@ def produce(ctx: Context) -> None:
     shared.query.await_reuse(items)
     shared.items.send_words(items, (jnp.int32(-1),))
     shared.key.drain_uses(steps)
-    shared.value.drain_uses(steps + items * shape.own.number if shape.own else steps)
+    shared.value.drain_uses(steps + items * ctx.own_stages if ctx.own_stages else steps)
+    if shared.own is not None:
+        shared.own.drain_uses(items * shape.own.number)
     shared.query.drain_uses(items + 1)

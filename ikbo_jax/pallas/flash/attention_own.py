@@ -33,7 +33,13 @@ def values(ctx: AttentionContext, item: Item, index: Any, first_step: Any) -> ja
     own: Any = ctx.shape.own
     step, places = ctx.value_step(index, first_step) - own.number, _places(ctx, item)
     ring, width = ctx.shared.value, ctx.shape.head_dim
-    return own_tokens.values(ring, step, own, places, width)
+    if own.stages > 1:
+        ring.release(step)
+        step = step + 1
+        ring.await_ready(step)
+    found = own_tokens.values(ring.matrix(step), own, places, width)
+    ring.release(step)
+    return found
 
 
 def start(ctx: AttentionContext, item: Item, index: Any, first_step: Any) -> softmax.Running:

@@ -88,6 +88,15 @@ def finite(extreme: jax.Array, log2_scale: float) -> jax.Array:
     return jnp.where(extreme == masked_score(log2_scale), 0.0, extreme)
 
 
+def merging_factors(
+    extreme: jax.Array, extreme2: jax.Array, log2_scale: float
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Computes (extreme of both parts of the keys, factor of each part's weights)."""
+    larger = further(log2_scale)(extreme, extreme2)
+    base, scale = finite(larger, log2_scale), jnp.float32(log2_scale)
+    return larger, jnp.exp2((extreme - base) * scale), jnp.exp2((extreme2 - base) * scale)
+
+
 def running_weights(
     extreme: jax.Array, scores: jax.Array, log2_scale: float
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -119,6 +128,18 @@ def inverse_sums(row_sum: jax.Array, output_scale: float) -> jax.Array:
     # A NaN sum gives a NaN row.
     inverse = jnp.where(row_sum != row_sum, row_sum, inverse)
     return inverse if output_scale == 1 else inverse * jnp.float32(output_scale)
+
+
+def merged(state: Running, other: Running, *, log2_scale: float) -> Running:
+    """Merges the states of two parts of the keys."""
+
+    def scaled(x: jax.Array, factor: jax.Array) -> jax.Array:
+        return x * lax.broadcast_in_dim(factor, x.shape, (0,))
+
+    extreme, *factors = merging_factors(state.extreme, other.extreme, log2_scale)
+    pairs = zip(state[1:], other[1:], strict=True)
+    sums, acc = (scaled(x, factors[0]) + scaled(y, factors[1]) for x, y in pairs)
+    return Running(extreme, sums, acc)
 
 
 def partial_sums(p: jax.Array) -> jax.Array:

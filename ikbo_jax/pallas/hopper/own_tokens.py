@@ -1,8 +1,8 @@
 """A candidate's own token: one more key and value that only the candidate's queries see.
 
-The softmax of a row begins with the row's token, so that no work is left behind the user's keys.
-TMA loads the own keys and values of a tile's candidates, which lie side by side, into stages of the
-ring of values. A product of queries and own keys has a row's score in its candidate's column.
+TMA loads the own keys and values of a tile's candidates, which lie side by side, into stages: of a
+ring of their own, whose tokens a softmax ends with, or of the ring of values, whose tokens it
+begins with. A product of queries and own keys has a row's score in its candidate's column.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, vector
 
 from ikbo_jax.pallas.hopper import inline, mosaic, operand_tiles, stores
-from ikbo_jax.pallas.hopper.rings import Ring
 from ikbo_jax.problems.hopper import WGMMA_M, OwnStages
 
 _SCALAR = plgpu.Layout.WG_SPLAT(())
@@ -57,41 +56,40 @@ def scores(products: jax.Array, places: Places) -> jax.Array:
     @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA, _SCALAR), return_type=row_type)
     def select(_: Any, products: mgpu.FragmentedArray, begin: Any) -> mgpu.FragmentedArray:
         thread, found = stores.thread_number(), []
-        of_row = arith.remui(thread, inline.i32(stores.ROW_THREADS))
+        of_tile = arith.subi(thread, arith.remui(thread, inline.i32(stores.ROW_THREADS)))
         for half in (0, 1):
-            # A thread has two of every eight columns; a row's other threads do not find its place.
             place = places.of(begin.registers.item(), stores.thread_row(thread, half))
-            place = arith.subi(place, arith.muli(of_row, inline.i32(2)))
-            score = inline.f32(0.0)
-            for number, pair in enumerate(products.registers.flat[half::2]):
-                for i in (0, 1):
-                    is_own = arith.cmpi(arith.CmpIPredicate.eq, place, inline.i32(8 * number + i))
-                    score = arith.select(is_own, vector.extract(pair, [], [i]), score)
-            for distance in (1, 2):
-                score = arith.addf(score, mgpu.utils.shfl_bfly(score, distance))
-            found.append(score)
+            # Threads of a row have the same place, two of every eight columns each.
+            left = [
+                arith.select(_has_bit(place, 1), *(vector.extract(pair, [], [i]) for i in (1, 0)))
+                for pair in products.registers.flat[half::2]
+            ]
+            bit = 8
+            while len(left) > 1:
+                right, is_right = left[1::2], _has_bit(place, bit)
+                right += left[2 * len(right) :]
+                left = [arith.select(is_right, y, x) for x, y in zip(left[::2], right, strict=True)]
+                bit *= 2
+            owner = arith.remui(arith.divui(place, inline.i32(2)), inline.i32(stores.ROW_THREADS))
+            word = inline.issue_word(
+                "shfl.sync.idx.b32 $0, $1, $2, 31, 0xffffffff;",
+                inline.word(left[0]),
+                arith.addi(of_tile, owner),
+                convergent=True,
+            )
+            found.append(mgpu.utils.bitcast(word, ir.F32Type.get()))
         return stores.row_array(found)
 
     return select(products, places.begin)
 
 
-def values(
-    ring: Ring,
-    step: Any,
-    own: OwnStages,
-    places: Places,
-    columns: int,
-    blocks: Any = slice(None),
-) -> jax.Array:
-    """Reads each row's own value, [64, columns] f32, from the stages from `step` on; frees them.
+def _has_bit(x: ir.Value, bit: int) -> ir.Value:
+    return arith.cmpi(arith.CmpIPredicate.ne, arith.andi(x, inline.i32(bit)), inline.i32(0))
 
-    The scores of their keys were read. `blocks`: of 64 columns.
-    """
-    if own.stages > 1:
-        ring.release(step)
-        step = step + 1
-        ring.await_ready(step)
-    tiles, first = ring.matrix(step).at[blocks], own.columns * (2 - own.stages)
+
+def values(tiles: Any, own: OwnStages, places: Places, columns: int) -> jax.Array:
+    """Reads each row's own value, [64, columns] f32, from the operand tiles of a stage."""
+    first = own.columns * (2 - own.stages)
     if mosaic.is_interpreted():
         rows = jnp.moveaxis(tiles[...], 0, 1)
         rows = rows.reshape(rows.shape[0], -1)[:, :columns].astype(jnp.float32)
@@ -99,7 +97,6 @@ def values(
     else:
         found = _read(tiles, first, places, columns).astype(jnp.float32)
     plgpu.commit_smem()  # TMA writes the stage only after these reads
-    ring.release(step)
     return found
 
 
