@@ -299,7 +299,15 @@ PRIMITIVES |= {
 MOVES = (
     *("broadcast_in_dim", "concatenate", "copy", "copy_p", "convert_element_type"),
     *("name", "pad", "reduce_precision", "rev", "reshape", "slice", "squeeze", "stop_gradient"),
-    *("tile", "transpose", "sharding_constraint", "reshard", "ikbo_note", "ikbo_plan", "ikbo_reverse_only"),
+    *(
+        "tile",
+        "transpose",
+        "sharding_constraint",
+        "reshard",
+        "ikbo_note",
+        "ikbo_plan",
+        "ikbo_reverse_only",
+    ),
 )
 PRIMITIVES |= {name: same for name in MOVES if name not in PRIMITIVES}
 #: Their magnitude is what they make of their operands' magnitudes.

@@ -99,9 +99,6 @@ def scan(ctx: Context, eqn: Any, *operands: Any) -> Any:
         first, jaxpr = hoisted
         origins = frozenset({ctx.recorder.found(eqn, "values of every iteration", False)})
         ctx.recorder.saved(eqn, origins, "computed once, before the loop", True)
-        with ctx.recorder.inside(eqn):
-            for hoisted_eqn in first.eqns:
-                ctx.recorder.computed(hoisted_eqn, origins)
         consts += ctx.run_closed(first, consts, eqn)
     of_rows = loops.rows_before(ctx, eqn, jaxpr, consts, xs, n_carry)
     if plain and of_rows is None:

@@ -20,7 +20,7 @@ from ikbo_jax.rewrite.report.recorder import Recorder
 from ikbo_jax.rewrite.rules import unread, variants
 from ikbo_jax.rewrite.values.dead_code import without_dead_code
 from ikbo_jax.rewrite.values.equations import described
-from ikbo_jax.rewrite.values.jaxprs import call, evaluate, trace
+from ikbo_jax.rewrite.values.jaxprs import call, evaluate, trace, with_constants_last
 from ikbo_jax.rewrite.values.lineage import is_plain
 from ikbo_jax.rewrite.values.program_cache import ProgramCache
 
@@ -303,8 +303,9 @@ def _interpreted(original: _Original, inputs: list[Any]) -> tuple[_Original, Rec
             program = original.rewritten(inputs, Recorder(muted=1), differentiated=True)
             recorder.gradient_differs = False
         if recorder.changed:
-            whole = recorder.work.settle(original.jaxpr, program)
-            recorder.refusal = cost.refusal(whole.rewritten, whole.original)
+            recorder.programs = tuple(map(with_constants_last, (original.jaxpr, program)))
+            before, after = cost.decisive_costs(*recorder.programs)
+            recorder.refusal = cost.refusal(after, before)
     except unread.RowsAreRead:
         return _interpreted(dataclasses.replace(original, leaves_unread=False), inputs)
     except ImportError:
