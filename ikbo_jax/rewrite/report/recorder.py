@@ -17,7 +17,7 @@ from ikbo_jax.rewrite.report.report import (
     source_line,
 )
 from ikbo_jax.rewrite.report.saved import BothCosts
-from ikbo_jax.rewrite.values import jaxprs, lineage
+from ikbo_jax.rewrite.values import jaxprs, lineage, staged
 from ikbo_jax.rewrite.values.equations import LOOKUPS, is_lookup
 
 
@@ -67,6 +67,8 @@ class Recorder:
         self.layers: list[str] = []
         # The outcomes of the original's lookups, by the identity of their equations.
         self._lookups: dict[int, Lookup] = {}
+        # Whether the gradient of one of these lookups is a sum of fewer than 32 bits.
+        self.sums_are_narrow = False
 
     def list_lookups(
         self, program: Any, inside: str = "the function", seen: set[int] | None = None
@@ -81,6 +83,8 @@ class Recorder:
                 what = _lookup_text(eqn)
                 reason = f"it is inside {inside}, which stays as it is"
                 self._lookups[id(eqn)] = Lookup(self.line(eqn), what, "kept", reason)
+                table: Any = eqn.invars[0].aval
+                self.sums_are_narrow |= staged.is_narrow_dtype(table.dtype)
                 continue
             if eqn.primitive.name in explain.WITHOUT_PROGRAMS:
                 continue

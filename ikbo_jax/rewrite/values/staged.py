@@ -225,11 +225,12 @@ _FLOAT32 = np.dtype(np.float32)
 
 def is_narrow(x: Any) -> bool:
     """Whether an array holds real floating-point numbers of fewer than 32 bits."""
-    return _is_narrow((x.aval if type(x) is TRACER else jax.typeof(x)).dtype)
+    return is_narrow_dtype((x.aval if type(x) is TRACER else jax.typeof(x)).dtype)
 
 
 @functools.cache
-def _is_narrow(dtype: Any) -> bool:
+def is_narrow_dtype(dtype: Any) -> bool:
+    """Whether a dtype is of real floating-point numbers of fewer than 32 bits."""
     return jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < _FLOAT32.itemsize
 
 
