@@ -30,7 +30,6 @@ from ikbo_jax.rewrite.values.lineage import (
     has_lineage,
     is_plain,
     lazy,
-    spread,
 )
 from ikbo_jax.rewrite.values.registry import NotCovered, rule_of
 
@@ -286,10 +285,13 @@ def _block(ctx: Context, scores: Scores, rows: Any, columns: Any) -> Any:
 
 def _with_zeros(x: Any, kept: np.ndarray) -> Any:
     """Sets the columns that are not `kept` to 0."""
-    base = x if is_plain(x) else x.base
-    where = spread(jnp.asarray(kept[None]), staged.shape_of(base))
-    base = staged.select(where, base, staged.full_like(base, 0))
+    base = _selected(kept[None], x if is_plain(x) else x.base)
     return base if is_plain(x) else dataclasses.replace(x, base=base)
+
+
+@jax.jit
+def _selected(kept: jax.Array, x: jax.Array) -> jax.Array:
+    return jnp.where(kept, x, 0)
 
 
 def _columns(x: Any, columns: list[int]) -> Any:
