@@ -232,7 +232,8 @@ def while_(ctx: Context, eqn: Any, *operands: Any) -> Any:
         new = [inner.build(y) if is_plain(x) else y for x, y in zip(carry, results, strict=True)]
         return unpack_all(new)[0]
 
-    return pack(loops.while_loop(eqn, proceeds, run, arrays))
+    functions = jaxprs.ending_its_trace(proceeds), jaxprs.ending_its_trace(run)
+    return pack(lax.while_loop(*functions, arrays))
 
 
 def cond(ctx: Context, eqn: Any, index: Any, *operands: Any) -> Any:
