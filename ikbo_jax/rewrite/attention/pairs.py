@@ -85,7 +85,10 @@ class Pairs(Deferred):
             raise NotCovered(f"{name} of products of fields")
         _, rows, columns = self.scores.shape
         every = np.stack(np.divmod(np.arange(rows * columns), columns), axis=1)
-        chosen = _chosen(ctx, self.product, every, self.kept)
+        # Several equations may read the pairs, as a norm does.
+        chosen = ctx.scope.once(
+            ("every pair",), [self], lambda: _chosen(ctx, self.product, every, self.kept)
+        )
         values = [chosen if x is self else x for x in operands]
         return primitive_rule(ctx, eqn, *values)
 
@@ -129,15 +132,24 @@ def _masked_product(ctx: Context, x: Scores) -> tuple[Scores, np.ndarray] | None
 
 
 def _is_product(x: Scores) -> bool:
-    """Whether scores are a product of rows with rows, without anything done to it yet."""
+    """Whether scores are a product of rows with rows, without anything done to it yet.
+
+    Both have rows of users: otherwise no product runs at user batch.
+    """
     root: Any = x.root
     return (
         isinstance(root, Blocks)
+        and _has_users(root.query)
+        and _has_users(root.key)
         and x.stage == "logits"
         and (root.scale, root.cap) == (1, None)
         and not root.fills
         and x.labels in (((BATCH, 0), (QUERY, 0), (KEY, 0)), ((BATCH, 0), (KEY, 0), (QUERY, 0)))
     )
+
+
+def _has_users(x: Any) -> bool:
+    return any(map(has_lineage, x.parts if isinstance(x, Concat) else (x,)))
 
 
 def gather(ctx: Context, eqn: Any, x: Any, indices: Any) -> Any:
