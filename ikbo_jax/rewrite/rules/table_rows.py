@@ -30,7 +30,9 @@ def looked_up(
     looked up like all rows.
     """
     rows, mode = shape_of(operand)[axis], eqn.params["mode"]
-    ctx.programs.looks_up(rows)
+    if axis == 0 or not proofs.is_fixed(ctx, indices):
+        # Features that the program selects are no table of items.
+        ctx.programs.looks_up(rows)
     value, column = column_of(ctx, indices, column)
     root = ctx.build(value)
     batch = indices.shape[0]
