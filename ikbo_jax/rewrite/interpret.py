@@ -199,10 +199,8 @@ class Context:
             results = self._apply_same(self.same, eqn, operands)
         else:
             results = self._apply(eqn, operands)
-        if origins := origins_of(*operands, *results):
-            self.recorder.computed(eqn, origins)
-            if self.programs.divisions:
-                results = list(divided(self, origins, results))
+        if self.programs.divisions and (origins := origins_of(*operands, *results)):
+            results = list(divided(self, origins, results))
         if key is not None:
             self.scope.keep_results(key, operands, results)
         self.provenance.record(eqn, results, operands)

@@ -14,6 +14,7 @@ from lookalikes import with_slope
 from ikbo_jax.reference.activations import ACTIVATIONS, SOFTMAX
 from ikbo_jax.rewrite.facts import activations, curves, proofs
 from ikbo_jax.rewrite.interpret import Context
+from ikbo_jax.rewrite.values.scope import Scope
 
 
 def told(fact, fn, *args, more=()):
@@ -40,7 +41,8 @@ def told(fact, fn, *args, more=()):
         env = dict(zip(program.jaxpr.invars, args, strict=True))
         env |= dict(zip(program.jaxpr.constvars, program.consts, strict=True))
         value = _run(program.jaxpr, env, result)
-        context = SimpleNamespace(producer=lambda x: made.get(id(x), (None, None))[1])
+        producer = lambda x: made.get(id(x), (None, None))[1]  # noqa: E731
+        context = SimpleNamespace(producer=producer, scope=Scope())
         context.made_by = functools.partial(Context.made_by, context)
         found.append(fact(context, value, *more))
         return 0

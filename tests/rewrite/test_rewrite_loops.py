@@ -112,39 +112,6 @@ def test_with_64_bit_types() -> None:
         assert text(direct) == text(usual)
 
 
-def counted(x: Any) -> tuple[Any, Any, list[Any]]:
-    y = jnp.sin(x)
-    return lambda c: c[0] < y[0, 0] + 9, lambda c: [c[0] + y[1, 1] + 2, c[1] * x], [x[0, 1], x]
-
-
-def counted_with_a_weak_type(x: Any) -> tuple[Any, Any, list[Any]]:
-    return lambda c: c[0] < 9, lambda c: [c[0] + x[1, 1], c[1] * x], [1.0, x]
-
-
-def counted_with_an_unchanged_carry(x: Any) -> tuple[Any, Any, list[Any]]:
-    return lambda c: c[0] < 9, lambda c: [c[0] + c[1][1, 1], c[1]], [x[0, 0], x]
-
-
-@pytest.mark.parametrize(
-    "fn",
-    [counted, counted_with_a_weak_type, counted_with_an_unchanged_carry],
-    ids=lambda fn: fn.__name__,
-)
-def test_a_while_loop_is_that_of_lax(fn: Any) -> None:
-    def usual(x: Any) -> Any:
-        return lax.while_loop(*fn(x))
-
-    (eqn,) = [eqn for eqn in jax.make_jaxpr(usual)(X).eqns if eqn.primitive.name == "while"]
-
-    def direct(x: Any) -> Any:
-        return loops.while_loop(eqn, *fn(x))
-
-    assert text(jax.make_jaxpr(direct)(X)) == text(jax.make_jaxpr(usual)(X))
-    jax.tree.map(np.testing.assert_array_equal, jax.jit(direct)(X), jax.jit(usual)(X))
-    if fn is counted:
-        assert calls(direct, (X,)) < calls(usual, (X,)) - 800
-
-
 def test_without_jit_it_runs_step_by_step() -> None:
     def fn(x: Any) -> tuple[Any, list[Any], list[Any]]:
         return lambda carry, xs: ([carry[0] * xs[0]], [carry[0] + 1]), [x], [jnp.arange(3.0)]

@@ -91,29 +91,21 @@ def test_report_tells_lines_what_it_became_and_what_was_saved() -> None:
         "work at the smaller batch",
         f"materialised, test_rewrite_report.py:{first + 3} (scored)",
     )
-    assert found.flops_saved == report.flops_saved == (B - U) * 2 * D * H
+    assert report.flops_saved == (B - U) * 2 * D * H
     # Lookup, product and gate of the original, less the product of the users and the gate's copy.
     before = 4 * (B + U * D + B * D) + 4 * (B * D + D * H + B * H) + 4 * 2 * B * H
     after = 4 * (U * D + D * H + U * H) + 4 * (B + U * H + B * H)
-    assert found.bytes_saved == before - after
+    assert report.bytes_saved == before - after
     (place,) = report.materialised
     assert place.line == f"test_rewrite_report.py:{first + 3} (scored)"
     assert (place.what, place.nbytes) == (f"float32[{B},{H}]", 4 * B * H)
     assert place.reason == "sort along the looked-up axis"
     headline = f"rewrite: 1 broadcast found; saves {report.costs}"
-    saved = [f"    saves {found.costs}", f"    copied by {place}"]
-    assert str(report).splitlines() == [headline, f"  {found.line}: {found.what}", *saved]
-    whole = report.details.splitlines()
-    assert whole[:6] == [
-        headline,
-        f"  {found.line}: {found.what}",
-        *(f"    -> {text}" for text in found.became),
-        saved[0],
-    ]
-    assert whole[6:8] == [saved[1], "costs by line, before -> after:"]
-    assert whole[8] == f"  {found.line}: 768 B -> 0 B"
-    assert report.lines[found.line].original.nbytes == 4 * (B + U * D + B * D)
-    assert sum(x.original.flops for x in report.lines.values()) == report.costs.original.flops
+    first_lines = [headline, f"  {found.line}: {found.what}"]
+    copied = f"    copied by {place}"
+    assert str(report).splitlines() == [*first_lines, copied]
+    became = [f"    -> {text}" for text in found.became]
+    assert report.details.splitlines() == [*first_lines, *became, copied]
 
 
 def test_entries_that_are_the_same_are_printed_once() -> None:
@@ -173,7 +165,7 @@ def test_nothing_gained_runs_the_original() -> None:
     report = report_of(fn, A.user, A.cand, A.index)
     assert not report.changed
     assert "nothing gained; the original function runs" in str(report)
-    assert (report.flops_saved, report.bytes_saved, report.lines) == (0, 0, {})
+    assert (report.flops_saved, report.bytes_saved) == (0, 0)
     assert "saves" not in report.details
     np.testing.assert_array_equal(
         ikbo.rewrite(fn)(A.user, A.cand, A.index), fn(A.user, A.cand, A.index)
@@ -185,4 +177,3 @@ def test_explanation_can_be_pickled_and_copied() -> None:
     for same in (pickle.loads(pickle.dumps(found)), copy.deepcopy(found)):
         assert same == found
         assert same.details == found.details
-        assert same.notes[0].lines == found.notes[0].lines

@@ -19,7 +19,7 @@ import ikbo_jax as ikbo
 from ikbo_jax.ops import dispatch, explain
 from ikbo_jax.rewrite import RewriteReport
 from ikbo_jax.rewrite.report import cost, report
-from ikbo_jax.rewrite.report.work import BothCosts
+from ikbo_jax.rewrite.report.saved import BothCosts
 from ikbo_jax.rewrite.values import jaxprs
 
 FILES = tuple(f"{x.__name__}.py:" for x in (layout_models, layout_positions, layout_sequences))
@@ -64,17 +64,6 @@ def test_costs_are_those_of_the_two_programs(name: str) -> None:
     assert report.flops_saved == products(before) - products(after)
     moved = [cost.program_cost(x).nbytes for x in (before, after)]
     assert report.bytes_saved == moved[0] - moved[1]
-    # Every product that is removed is one of a broadcast. Some bytes are those of indices, of
-    # rows that are copied for a loop over candidates, and of candidates' values that other kernels
-    # compute than before; in a bag of ids, those of the zeros that ids are added to.
-    assert sum(x.flops_saved for x in report.broadcasts) == report.flops_saved
-    distance = abs(sum(x.bytes_saved for x in report.broadcasts) - report.bytes_saved)
-    assert distance < (0.22 if name == "bag_of_ids" else 0.15) * moved[0]
-    for side in ("original", "rewritten"):
-        for kind in ("flops", "nbytes"):
-            by_line = [getattr(getattr(x, side), kind) for x in report.lines.values()]
-            assert sum(by_line) == getattr(getattr(report.costs, side), kind)
-            assert min(by_line) >= 0
     check_text_is_plain_and_names_lines_of_the_model(report)
 
 
@@ -148,9 +137,6 @@ def test_costs_in_words() -> None:
         "-1.5 MFLOP of 500 kFLOP, but moves 1.5 kB instead of 0 B"
     )
     assert str(BothCosts()) == "0 FLOP, 0 B"
-    both = BothCosts(before, after).before_and_after
-    assert both == "2 MFLOP -> 500 kFLOP, 1.5 kB -> 0 B"
-    assert BothCosts(cost.Cost(0, 5), cost.Cost(0, 999)).before_and_after == "5 B -> 999 B"
 
 
 def test_explain_compiles_both_programs_and_shows_what_xla_counts() -> None:

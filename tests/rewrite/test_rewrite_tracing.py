@@ -162,7 +162,7 @@ ABOVE = {
     "batch_and_positions_merged": 2.55,
     "digitized": 8.8,
     "digitized_features": 7.7,
-    "dlrm_of_masked_pairs": 2.8,
+    "dlrm_of_masked_pairs": 2.85,
     "filled": 2.95,
     "filled_with_nan": 2.95,
     "interpolated_features": 6.65,

@@ -258,6 +258,7 @@ PRIMITIVES: dict[str, Callable[..., Any]] = {
     "optimization_barrier": lambda _, *operands: operands,
     "split": _split,
     "squeeze": lambda eqn, x: np.squeeze(x, tuple(eqn.params["dimensions"])),
+    "tile": lambda eqn, x: np.tile(x, eqn.params["reps"]),
     "top_k": _top_k,
     "unstack": lambda eqn, x: list(np.moveaxis(x, eqn.params["axis"], 0)),
     "transpose": lambda eqn, x: np.transpose(x, eqn.params["permutation"]),
@@ -292,12 +293,21 @@ PRIMITIVES |= {
         "shift_left": np.left_shift,
         "shift_right_arithmetic": np.right_shift,
         "sub": np.subtract,
+        "xor": np.bitwise_xor,
     }.items()
 }
 MOVES = (
     *("broadcast_in_dim", "concatenate", "copy", "copy_p", "convert_element_type"),
     *("name", "pad", "reduce_precision", "rev", "reshape", "slice", "squeeze", "stop_gradient"),
-    *("transpose", "sharding_constraint", "reshard", "ikbo_note", "ikbo_plan", "ikbo_reverse_only"),
+    *(
+        "tile",
+        "transpose",
+        "sharding_constraint",
+        "reshard",
+        "ikbo_note",
+        "ikbo_plan",
+        "ikbo_reverse_only",
+    ),
 )
 PRIMITIVES |= {name: same for name in MOVES if name not in PRIMITIVES}
 #: Their magnitude is what they make of their operands' magnitudes.

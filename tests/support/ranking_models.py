@@ -262,3 +262,14 @@ def rank_mixer(a: Arrays) -> Any:
     x = jnp.concatenate([a["user_fields"][INDEX], a["cand_fields"]], axis=1)
     matrices = a["experts"].reshape(2 * F, D, D)
     return x + jax.nn.gelu(jnp.einsum("btd,tdh->bth", x, matrices)) @ a["square"]
+
+
+@_model(0.16, 0.0)
+def wukong(a: Arrays) -> Any:
+    """Products of fields with mixtures of them, whose norm reads them several times."""
+    x = jnp.concatenate([a["user_fields"][INDEX], a["cand_fields"]], axis=1)
+    mixtures = jnp.swapaxes(x, 1, 2) @ a["square"][: 2 * F, :4]
+    pairs = (x @ mixtures).reshape(B, -1)
+    pairs = pairs - pairs.mean(axis=-1, keepdims=True)
+    pairs = pairs * jax.lax.rsqrt((pairs * pairs).mean(axis=-1, keepdims=True) + 1e-5)
+    return jax.nn.relu(pairs @ a["first"])

@@ -14,7 +14,7 @@ from jax.extend import core
 import ikbo_jax as ikbo
 from ikbo_jax.rewrite import Lazy, NotCovered, RewriteReport, register_rule
 from ikbo_jax.rewrite.report.products import RARE
-from ikbo_jax.rewrite.report.work import BothCosts
+from ikbo_jax.rewrite.report.saved import BothCosts
 from ikbo_jax.rewrite.values import jaxprs, registry
 
 B, U, D, C, H = 24, 4, 6, 5, 8
@@ -136,8 +136,7 @@ def same(fn, *args, rtol=1e-5) -> RewriteReport:
 
 def without_costs(report: RewriteReport) -> RewriteReport:
     """The costs differ: a value that a call returns is written."""
-    broadcasts = tuple(dataclasses.replace(x, costs=None) for x in report.broadcasts)
-    return dataclasses.replace(report, broadcasts=broadcasts, costs=BothCosts())
+    return dataclasses.replace(report, costs=BothCosts())
 
 
 def equations(fn, *args):

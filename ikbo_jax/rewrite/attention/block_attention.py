@@ -13,7 +13,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from ikbo_jax.ops.attention import merge_attention
 from ikbo_jax.rewrite.attention import masked_keys
@@ -21,9 +20,9 @@ from ikbo_jax.rewrite.attention.block_masks import BlockMasks, joined
 from ikbo_jax.rewrite.attention.block_parts import (
     Part,
     lineage_of,
-    logits_of,
-    masked,
+    masked_logits,
     parts_of,
+    softmax_of_keys,
     weighted,
 )
 from ikbo_jax.rewrite.attention.blocks import Blocks, arranged
@@ -151,16 +150,17 @@ class Call(BlockMasks):
         base = self._of_users(query, users)
         all_keys = lineage.joined([self.user_rows(key.value, users) for key in live], 1)
         all_values = lineage.joined([self.user_rows(key.values, users) for key in live], 1)
-        logits = logits_of(base, all_keys, self.root)
-        if any(self._state(query, key) != 1 for key in live):
-            for fill in self.root.fills:
-                number = max(fill.value, -1e30) if may_be_empty else fill.value
-                logits = masked(self._users_mask(fill, query, live, users), logits, number)
-        largest = lax.stop_gradient(staged.reduce_max(logits, (3,)))
-        weights = staged.exp(staged.sub(logits, staged.expand_dims(largest, (3,))))
-        total = staged.expand_dims(staged.reduce_sum(weights, (3,)), (3,))
-        weights = staged.cast(staged.div(weights, total), all_values.dtype)
-        return staged.cast(weighted(weights, all_values), self.dtype)
+        is_masked = any(self._state(query, key) != 1 for key in live)
+        fills = self.root.fills if is_masked else ()
+        logits = masked_logits(
+            base,
+            all_keys,
+            [self._users_mask(fill, query, live, users) for fill in fills],
+            scale=self.root.scale,
+            cap=self.root.cap,
+            numbers=tuple(max(x.value, -1e30) if may_be_empty else x.value for x in fills),
+        )
+        return staged.cast(weighted(softmax_of_keys(logits), all_values), self.dtype)
 
     def user_rows(self, x: Any, users: Lineage) -> jax.Array:
         """Returns keys or values [users, keys, heads, width] of one part."""
@@ -274,15 +274,21 @@ class Call(BlockMasks):
         """Attends to own keys with masks; returns the result, and lse [batch, queries, heads]."""
         if self._sees_only_itself(query, own):
             return self._to_itself(flat, key, value)
-        logits = logits_of(flat, key, self.root)
-        for fill in self.root.fills:
-            parts = [
-                self._logits_mask(self.ctx.build(self._sliced(fill.kept, query, k))) for k in own
-            ]
-            logits = masked(joined(parts, own), logits, -jnp.inf)
+
+        def mask(fill: Any) -> jax.Array:
+            kept = [self.ctx.build(self._sliced(fill.kept, query, k)) for k in own]
+            return joined(list(map(self._logits_mask, kept)), own)
+
+        logits = masked_logits(
+            flat,
+            key,
+            list(map(mask, self.root.fills)),
+            scale=self.root.scale,
+            cap=self.root.cap,
+            numbers=(-math.inf,) * len(self.root.fills),
+        )
         weights, lse = masked_keys.softmax(logits, 3)
-        out = weighted(weights.astype(value.dtype), value)
-        return out.astype(value.dtype), lse.transpose(0, 2, 1)
+        return weighted(weights, value).astype(value.dtype), lse.transpose(0, 2, 1)
 
     def _sees_only_itself(self, query: Part, own: list[Part]) -> bool:
         """Whether every candidate of a row provably sees its own key alone."""

@@ -1,6 +1,8 @@
 """Parts of queries, keys and values, and the products of their blocks."""
 
 import dataclasses
+import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -8,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ikbo_jax.rewrite.interpret import shape_of
-from ikbo_jax.rewrite.values import lineage, staged
+from ikbo_jax.rewrite.values import lineage
 from ikbo_jax.rewrite.values.lineage import Concat, Lineage
 from ikbo_jax.rewrite.values.registry import NotCovered
 
@@ -75,25 +77,39 @@ def at_users(x: Any, users: Lineage, axis: int = 0) -> Any:
     return array if array.shape[axis] == 1 else None
 
 
-# These are written in `lax`: tracing `jnp.einsum` and `jax.nn.softmax` takes several times as long.
+# These are jitted, so that JAX traces them once for all layers.
 
 
-def logits_of(query: jax.Array, key: jax.Array, root: Any) -> jax.Array:
-    """Computes the logits of `root` in float32: [batch, heads, queries, keys]."""
-    numbers = (((3,), (3,)), ((0, 2), (0, 2)))
-    logits = staged.product(query, key, numbers, jnp.float32)
-    logits = logits if root.scale == 1 else staged.times(logits, root.scale)
-    return logits if root.cap is None else staged.times(lax.tanh(logits), root.cap)
+@functools.partial(jax.jit, static_argnames=("scale", "cap", "numbers"))
+def masked_logits(
+    query: jax.Array,
+    key: jax.Array,
+    masks: Sequence[jax.Array],
+    *,
+    scale: float,
+    cap: float | None,
+    numbers: tuple[float, ...],
+) -> jax.Array:
+    """Computes logits in float32, [batch, heads, queries, keys]: the numbers where masks are False.
+
+    Each mask, [batch, heads, queries, keys] where sizes may be 1, has its number.
+    """
+    logits = jnp.einsum("bqhd,bkhd->bhqk", query, key, preferred_element_type=jnp.float32) * scale
+    logits = logits if cap is None else jnp.tanh(logits) * cap
+    for mask, number in zip(masks, numbers, strict=True):
+        logits = jnp.where(mask, logits, number)
+    return logits
 
 
+@jax.jit
 def weighted(weights: jax.Array, value: jax.Array) -> jax.Array:
     """Computes the weighted sum of values in float32: [batch, queries, heads, width]."""
-    numbers = (((3,), (1,)), ((0, 1), (0, 2)))
-    out = staged.product(weights, value, numbers, jnp.float32)
-    return staged.transpose(out, (0, 2, 1, 3))
+    weights = weights.astype(value.dtype)
+    return jnp.einsum("bhqk,bkhd->bqhd", weights, value, preferred_element_type=jnp.float32)
 
 
-def masked(mask: jax.Array, logits: jax.Array, fill: float) -> jax.Array:
-    """Replaces logits by a number where the mask is False."""
-    mask = lineage.spread(mask, staged.shape_of(logits))
-    return staged.select(mask, logits, staged.full_like(logits, fill))
+@jax.jit
+def softmax_of_keys(logits: jax.Array) -> jax.Array:
+    """Computes the softmax of logits over the keys; NaN for a row of -inf."""
+    exponentials = jnp.exp(logits - lax.stop_gradient(jnp.max(logits, 3, keepdims=True)))
+    return exponentials / jnp.sum(exponentials, 3, keepdims=True)

@@ -30,7 +30,6 @@ from ikbo_jax.rewrite.values.lineage import (
     has_lineage,
     is_plain,
     lazy,
-    spread,
 )
 from ikbo_jax.rewrite.values.registry import NotCovered, rule_of
 
@@ -86,7 +85,10 @@ class Pairs(Deferred):
             raise NotCovered(f"{name} of products of fields")
         _, rows, columns = self.scores.shape
         every = np.stack(np.divmod(np.arange(rows * columns), columns), axis=1)
-        chosen = _chosen(ctx, self.product, every, self.kept)
+        # Several equations may read the pairs, as a norm does.
+        chosen = ctx.scope.once(
+            ("every pair",), [self], lambda: _chosen(ctx, self.product, every, self.kept)
+        )
         values = [chosen if x is self else x for x in operands]
         return primitive_rule(ctx, eqn, *values)
 
@@ -130,15 +132,24 @@ def _masked_product(ctx: Context, x: Scores) -> tuple[Scores, np.ndarray] | None
 
 
 def _is_product(x: Scores) -> bool:
-    """Whether scores are a product of rows with rows, without anything done to it yet."""
+    """Whether scores are a product of rows with rows, without anything done to it yet.
+
+    Both have rows of users: otherwise no product runs at user batch.
+    """
     root: Any = x.root
     return (
         isinstance(root, Blocks)
+        and _has_users(root.query)
+        and _has_users(root.key)
         and x.stage == "logits"
         and (root.scale, root.cap) == (1, None)
         and not root.fills
         and x.labels in (((BATCH, 0), (QUERY, 0), (KEY, 0)), ((BATCH, 0), (KEY, 0), (QUERY, 0)))
     )
+
+
+def _has_users(x: Any) -> bool:
+    return any(map(has_lineage, x.parts if isinstance(x, Concat) else (x,)))
 
 
 def gather(ctx: Context, eqn: Any, x: Any, indices: Any) -> Any:
@@ -286,10 +297,13 @@ def _block(ctx: Context, scores: Scores, rows: Any, columns: Any) -> Any:
 
 def _with_zeros(x: Any, kept: np.ndarray) -> Any:
     """Sets the columns that are not `kept` to 0."""
-    base = x if is_plain(x) else x.base
-    where = spread(jnp.asarray(kept[None]), staged.shape_of(base))
-    base = staged.select(where, base, staged.full_like(base, 0))
+    base = _selected(kept[None], x if is_plain(x) else x.base)
     return base if is_plain(x) else dataclasses.replace(x, base=base)
+
+
+@jax.jit
+def _selected(kept: jax.Array, x: jax.Array) -> jax.Array:
+    return jnp.where(kept, x, 0)
 
 
 def _columns(x: Any, columns: list[int]) -> Any:

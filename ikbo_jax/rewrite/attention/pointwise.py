@@ -169,7 +169,7 @@ class PointwiseCall(Call):
         keys = key.stop - key.start
         weights = spread(weights, (rows, *self.root.heads, *self.sizes, keys))
         weights = staged.reshape(weights, (rows, self.heads, math.prod(self.sizes), keys))
-        return weighted(staged.cast(weights, values.dtype), values)
+        return weighted(weights, values)
 
     # The equations between the logits and the product, block by block.
 
@@ -219,7 +219,7 @@ class PointwiseCall(Call):
             ((rows.ndim - 1,), (columns.ndim - 1,)),
             ((0, *range(1 + count, 1 + count + heads)), (0, *range(2, 2 + heads))),
         )
-        out = staged.product(rows, columns, numbers, x.dtype)
+        out = lax.dot_general(rows, columns, numbers, preferred_element_type=x.dtype)
         have: list[Label] = [(BATCH, 0), *((HEAD, n) for n in range(heads))]
         have += [*((QUERY, n) for n in range(count)), (KEY, 0)]
         return staged.transpose(out, [have.index(label) for label in x.labels])

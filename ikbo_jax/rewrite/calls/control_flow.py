@@ -99,9 +99,6 @@ def scan(ctx: Context, eqn: Any, *operands: Any) -> Any:
         first, jaxpr = hoisted
         origins = frozenset({ctx.recorder.found(eqn, "values of every iteration", False)})
         ctx.recorder.saved(eqn, origins, "computed once, before the loop", True)
-        with ctx.recorder.inside(eqn):
-            for hoisted_eqn in first.eqns:
-                ctx.recorder.computed(hoisted_eqn, origins)
         consts += ctx.run_closed(first, consts, eqn)
     of_rows = loops.rows_before(ctx, eqn, jaxpr, consts, xs, n_carry)
     if plain and of_rows is None:
@@ -235,7 +232,8 @@ def while_(ctx: Context, eqn: Any, *operands: Any) -> Any:
         new = [inner.build(y) if is_plain(x) else y for x, y in zip(carry, results, strict=True)]
         return unpack_all(new)[0]
 
-    return pack(loops.while_loop(eqn, proceeds, run, arrays))
+    functions = jaxprs.ending_its_trace(proceeds), jaxprs.ending_its_trace(run)
+    return pack(lax.while_loop(*functions, arrays))
 
 
 def cond(ctx: Context, eqn: Any, index: Any, *operands: Any) -> Any:

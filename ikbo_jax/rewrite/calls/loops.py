@@ -63,33 +63,6 @@ def scan(
     return results[:count], results[count:]
 
 
-def while_loop(
-    eqn: Any,
-    proceeds: Callable[[list[Any]], Any],
-    body: Callable[[list[Any]], list[Any]],
-    init: list[Any],
-) -> list[Any]:
-    """Runs `lax.while_loop` on a list of arrays, without most of its calls of functions."""
-    avals = list(map(jax.typeof, init))
-    programs: list[core.Jaxpr] = []
-    if not jax.config.jax_disable_jit and all(map(is_local, avals)):
-        programs.append(trace(lambda *x: body(list(x)), avals))
-        if _keeps_types(programs[0], len(init)):
-            programs.append(trace(lambda *x: [proceeds(list(x))], avals))
-    if len(programs) < 2 or programs[1].effects:
-        functions = ending_its_trace(proceeds), ending_its_trace(body)
-        results: list[Any] = lax.while_loop(*functions, init)
-        return results
-    params, consts = dict(eqn.params), []
-    for side, program in zip(("cond", "body"), reversed(programs), strict=True):
-        invars = [*program.constvars, *program.invars]
-        params[f"{side}_jaxpr"] = program.replace(constvars=[], invars=invars)
-        params[f"{side}_nconsts"] = len(program.consts)
-        consts += program.consts
-    results = eqn.primitive.bind(*consts, *init, **params)
-    return results
-
-
 def _flat(body: Callable[[Any, Any], Any], arrays: Sequence[Any], count: int) -> list[Any]:
     carry, ys = body(list(arrays[:count]), list(arrays[count:]))
     return [*carry, *ys]

@@ -147,15 +147,6 @@ def moved_from(ctx: Any, value: Any) -> Any:
     return operands[0] if name in MOVES else None
 
 
-def is_true(ctx: Any, value: Any) -> bool:
-    """Whether all elements are proven to be True, or other than 0."""
-    while not is_plain(value) or isinstance(value, jax.core.Tracer):
-        value = moved_from(ctx, value)
-        if value is None:
-            return False
-    return bool(np.all(np.asarray(value)))
-
-
 def source_of_mask(ctx: Any, mask: Any, names: Any) -> tuple[Any, tuple[Any, ...]]:
     """Finds the value that a mask is cast and expanded from, with names of its dimensions.
 
@@ -189,21 +180,11 @@ def same_source(first: Any, second: Any) -> bool:
 
 def counts_up(ctx: Any, value: Any, size: int) -> bool:
     """Whether an array holds 0, 1, ..., size - 1 along one dimension."""
-    if np.size(base_of(value)) != size:
+    shape, numbers = np.shape(base_of(value)), known(ctx, value)
+    if math.prod(shape) != size or numbers is None:
         return False
-    while not is_plain(value) or isinstance(value, jax.core.Tracer):
-        name, eqn, operands = ctx.made_by(value)
-        if not name or not is_along_one(value, size):
-            return False
-        dtype = eqn.outvars[0].aval.dtype
-        if name in ("iota", "convert_element_type") and not _holds(dtype, size):
-            return False
-        if name == "iota":
-            return eqn.params["shape"][eqn.params["dimension"]] == size
-        if name not in (*MOVES, "convert_element_type"):
-            return False
-        value = operands[0]
-    return np.array_equal(np.ravel(value), np.arange(size))
+    own = numbers[tuple(slice(0, 1) if n == 1 else slice(None) for n in shape)]
+    return np.array_equal(np.ravel(own), np.arange(size))
 
 
 def is_along_one(value: Any, size: int) -> bool:
@@ -213,15 +194,6 @@ def is_along_one(value: Any, size: int) -> bool:
     reshape after a transpose shuffles them.
     """
     return [n for n in np.shape(base_of(value)) if n != 1] == [size] * (size != 1)
-
-
-def _holds(dtype: Any, size: int) -> bool:
-    """Whether a dtype holds 0, 1, ..., size - 1; an int8 wraps around, a bfloat16 rounds."""
-    if np.dtype(dtype).kind in "iu":
-        return _fits((0, size - 1), dtype)
-    if jax.dtypes.issubdtype(dtype, np.floating):
-        return size - 1 <= 2 ** (jax.numpy.finfo(dtype).nmant + 1)
-    return size <= 1
 
 
 def lengths(ctx: Any, mask: Any, dims: tuple[int | None, int | None], users: int, keys: int) -> Any:
@@ -244,7 +216,8 @@ def lengths(ctx: Any, mask: Any, dims: tuple[int | None, int | None], users: int
                 return array.reshape(users) if integer and np.ndim(array) else None
             return None
         if name == "and":
-            trues = [is_true(ctx, x) for x in operands]
+            numbers = [known(ctx, x) for x in operands]
+            trues = [x is not None and bool(np.all(x)) for x in numbers]
             if sum(trues) != 1:
                 return None
             value = operands[trues.index(False)]

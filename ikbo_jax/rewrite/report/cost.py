@@ -7,8 +7,7 @@ runs; `cpu_cost` counts the kernels that a CPU runs.
 
 from __future__ import annotations
 
-import collections
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -126,7 +125,7 @@ def _text(amount: Any) -> str:
 
 def program_cost(program: Any) -> Cost:
     """Computes the cost of a traced program for the report."""
-    return cost_by_source(program, ()).get(None, Cost())
+    return Cost(*(_counted if on_gpu() else CpuCost)(program, {}).sums)
 
 
 def decisive_costs(original: Any, rewritten: Any) -> list[Cost]:
@@ -136,28 +135,12 @@ def decisive_costs(original: Any, rewritten: Any) -> list[Cost]:
     decide, which take a tenth of the time to count.
     """
     programs = original, rewritten
-    costs = [Cost(*_counted(x, (), {}).sums.get(None, ())) for x in programs]
+    costs = [Cost(*_counted(x, {}).sums) for x in programs]
     before, after = map(femtoseconds, costs)
     allowed = (100 - _CLEAR_PERCENT) * before + 50 * _CPU.slack
     if on_gpu() or lineage.is_at_least(allowed, 100 * after):
         return costs
     return [program_cost(x) for x in programs]
-
-
-def cost_by_source(program: Any, sources: Container[int | None]) -> dict[int | None, Cost]:
-    """Computes the cost of a traced program, by the tracebacks of its equations.
-
-    Args:
-      program: the program, or an object with its `eqns` and `outvars`.
-      sources: identities of tracebacks.
-
-    Returns:
-      By identity of a traceback among `sources`, the cost of the equations with this traceback,
-      and of the programs that they call, except equations there that have a traceback among
-      `sources`. By None, the cost of all other equations.
-    """
-    counted: Any = (_counted if on_gpu() else CpuCost)(program, sources, {})
-    return {source: Cost(*sum_) for source, sum_ in counted.sums.items()}
 
 
 class _Fused(NamedTuple):
@@ -175,10 +158,10 @@ class _Fused(NamedTuple):
 
 
 class _Counted(NamedTuple):
-    """Holds the costs of a program by source, and how it fuses with its surroundings.
+    """Holds the costs of a program, and how it fuses with its surroundings.
 
     Attributes:
-      sums: FLOPs, bytes and launches by source.
+      sums: FLOPs, bytes and launches.
       alone: of each argument, whether an operation that fuses with nothing reads it.
       fused: of each result, how it is computed; None if it is in memory.
     """
@@ -188,16 +171,14 @@ class _Counted(NamedTuple):
     fused: tuple[_Fused | None, ...] = ()
 
 
-def _counted(
-    program: Any, sources: Container[int | None], known: dict[Any, Any], *, inlined: bool = False
-) -> _Counted:
+def _counted(program: Any, known: dict[Any, Any], *, inlined: bool = False) -> _Counted:
     """Counts a program; `inlined` if XLA fuses its equations with what stands around the call."""
     key = id(program), inlined
     if key in known:
         found: _Counted = known[key]
         return found
     without, rare = explain.WITHOUT_PROGRAMS, RARE
-    walk = _Walk(sources, known)
+    walk = _Walk(known)
     alone, calls = walk.alone, walk.calls
     if not inlined:
         alone.update([v for v in program.outvars if type(v) is not core.Literal])
@@ -212,7 +193,7 @@ def _counted(
         if inner and not of_op and ("name" not in params or params["name"] not in rare):
             calls[id(eqn)] = ()
             if name in INLINED:
-                counted = _counted(inner[0], sources, known, inlined=True)
+                counted = _counted(inner[0], known, inlined=True)
                 calls[id(eqn)] = counted.fused
                 read = zip(eqn.invars, counted.alone, strict=True)
                 alone.update([v for v, x in read if x and type(v) is not core.Literal])
@@ -235,7 +216,7 @@ class _Walk:
     """Adds up the costs of a program's equations.
 
     Attributes:
-      sums: FLOPs, bytes and launches by source.
+      sums: FLOPs, bytes and launches.
       alone: variables that an operation reads which fuses with nothing.
       calls: by the identity of an equation that holds programs, how its results are computed.
       reads: for every variable that is computed where it is read, what is then read: variables in
@@ -244,9 +225,9 @@ class _Walk:
       same: those of `reads` that have the elements of one value in memory.
     """
 
-    def __init__(self, sources: Any, known: dict[Any, Any]) -> None:
-        self.sources, self.known = sources, known
-        self.sums: Sums = collections.defaultdict(lambda: [0, 0, 0])
+    def __init__(self, known: dict[Any, Any]) -> None:
+        self.known = known
+        self.sums: Sums = [0, 0, 0]
         self.alone: set[Any] = set()
         self.calls: dict[int, Sequence[_Fused | None]] = {}
         self.reads: dict[Any, frozenset[Any]] = {}
@@ -262,7 +243,7 @@ class _Walk:
             if name in alone_names:
                 operands = self._read_of(eqn.invars) if is_of_vectors(eqn) else eqn.invars
                 nbytes = self.bytes_of((*operands, *eqn.outvars))
-                self.add(eqn, flops_of_product(eqn), nbytes, 1)
+                self.add(flops_of_product(eqn), nbytes, 1)
                 continue
             if name not in elementwise:
                 self.count(eqn, name)
@@ -279,7 +260,7 @@ class _Walk:
             is_same = name in SAME and (type(v) is core.Literal or v not in reads or v in same)
             for v in eqn.outvars:
                 if v in alone and not is_same:
-                    self.place(eqn, v, read, is_moved)
+                    self.place(v, read, is_moved)
                     continue
                 reads[v] = read
                 if is_moved:
@@ -287,49 +268,43 @@ class _Walk:
                 if is_same:
                     same |= {v}
 
-    def add(
-        self, eqn: core.JaxprEqn, flops: int, nbytes: int, launches: int = 0, key: int | None = None
-    ) -> None:
-        """Adds the cost of an equation, or of a traceback of a program that it holds."""
-        source: int | None = id(eqn.source_info.traceback) if key is None else key
-        if source not in self.sources:
-            source = None
-        sum_ = self.sums[source]
-        sum_[0] += flops
-        sum_[1] += nbytes
-        sum_[2] += launches
+    def add(self, flops: int, nbytes: int, launches: int = 0) -> None:
+        """Adds the cost of an equation."""
+        sums = self.sums
+        sums[0] += flops
+        sums[1] += nbytes
+        sums[2] += launches
 
     def count(self, eqn: core.JaxprEqn, name: str) -> None:
         """Counts an equation that is not elementwise."""
         known, params = self.known, eqn.params
         if name in REDUCTIONS:
-            self.add(eqn, 0, self.bytes_of((*self._read_of(eqn.invars), *eqn.outvars)), 1)
+            self.add(0, self.bytes_of((*self._read_of(eqn.invars), *eqn.outvars)), 1)
         elif id(eqn) in self.calls:
             self._call(eqn, name, self.calls[id(eqn)])
         elif name == "jit" and (flops := flops_of_op(eqn, known)) is not None:
-            self.add(eqn, flops, self.bytes_of((*eqn.invars, *eqn.outvars)), 1)
+            self.add(flops, self.bytes_of((*eqn.invars, *eqn.outvars)), 1)
         elif name in PARTS:
             # A part of a value is read alone; a table with fewer rows than are looked up is cached.
             table = self._read_of(eqn.invars[:1])
             if name in LOOKUPS:
-                self.add(eqn, 0, self.bytes_of(eqn.invars[1:2]))
+                self.add(0, self.bytes_of(eqn.invars[1:2]))
             for v in eqn.outvars:
                 is_table = name in LOOKUPS and lineage.is_at_least(
                     self.bytes_of((v,)), self.bytes_of(table)
                 )
-                self.place(eqn, v, table if is_table else frozenset([v]), name in MOVES)
+                self.place(v, table if is_table else frozenset([v]), name in MOVES)
         elif params.get("name") not in RARE:
             for v in eqn.outvars:
-                self.place(eqn, v, self._read_of(eqn.invars), is_moved=False)
+                self.place(v, self._read_of(eqn.invars), is_moved=False)
 
     def _call(self, eqn: core.JaxprEqn, name: str, results: Sequence[_Fused | None]) -> None:
         """Counts an equation that holds programs; `results`: what fuses with its readers."""
 
         def count(program: Any) -> Sums:
-            return _counted(program, self.sources, self.known, inlined=name in INLINED).sums
+            return _counted(program, self.known, inlined=name in INLINED).sums
 
-        for key, (flops, nbytes, launches) in sums_of_calls(eqn, self.known, count):
-            self.add(eqn, flops, nbytes, launches, key)
+        self.add(*sums_of_calls(eqn, self.known, count))
         for v, fused in zip(eqn.outvars, results, strict=False):
             if fused is not None:
                 operands = [eqn.invars[n] for n in fused.arguments]
@@ -337,7 +312,7 @@ class _Walk:
                 is_moved = fused.is_moved or any(
                     x in self.moved for x in operands if type(x) is not core.Literal
                 )
-                self.place(eqn, v, read, is_moved)
+                self.place(v, read, is_moved)
 
     def fused(self, v: Any, arguments: Mapping[Any, int]) -> _Fused | None:
         """Says how a result of the program is computed."""
@@ -372,10 +347,10 @@ class _Walk:
                 total += known[key]
         return total
 
-    def place(self, eqn: core.JaxprEqn, v: Any, read: frozenset[Any], is_moved: bool) -> None:
-        """Records what is read to compute a result of an equation, or that it is written."""
+    def place(self, v: Any, read: frozenset[Any], is_moved: bool) -> None:
+        """Records what is read to compute a result, or that it is written."""
         if v in self.alone and (is_moved or not self._is_free(v, read)):
-            self.add(eqn, 0, self.bytes_of((*read, v)), 1)
+            self.add(0, self.bytes_of((*read, v)), 1)
             return
         self.reads[v] = read
         if is_moved:

@@ -9,8 +9,6 @@ read: by a loop directly, by a kernel of the library from memory.
 
 import collections
 import math
-import operator
-from collections.abc import Container
 from typing import Any, NamedTuple, cast
 
 import jax.numpy as jnp
@@ -58,15 +56,9 @@ _ROUNDED = frozenset(["add", "add_any", "convert_element_type", "integer_pow", "
 _FUSED_WIDTH, _FUSED_PARTS = 128, 8
 
 
-class _Kernel(NamedTuple):
-    """Describes what reads a value: a kernel that computes its operands ("loop"), a kernel of the
-    library, one that fuses with nothing ("alone"), or what needs the value in memory ("memory").
-    """
-
-    kind: str
-    source: int | None = None
-
-
+#: What reads a value: a kernel that computes its operands ("loop"), a kernel of the library, one
+#: that fuses with nothing ("alone"), or what needs the value in memory ("memory").
+_Kernel = str
 #: The readers of the program's results, and of slices, whose bytes are counted by slice.
 _MEMORY, _SLICE = 0, 1
 
@@ -82,7 +74,6 @@ class _Op(NamedTuple):
     kind: str
     operands: list[int]
     results: list[int]
-    source: int | None
     counts: bool
 
 
@@ -90,19 +81,19 @@ class CpuCost:
     """Adds up the costs of a program.
 
     Attributes:
-      sums: FLOPs, bytes and kernels by source.
+      sums: FLOPs, bytes and kernels.
     """
 
-    def __init__(self, program: Any, sources: Container[int | None], known: dict[Any, Any]) -> None:
-        self.sources, self.known = sources, known
-        self.sums: Sums = collections.defaultdict(lambda: [0, 0, 0])
-        self._kernels = [_Kernel("memory"), _Kernel("loop")]
+    def __init__(self, program: Any, known: dict[Any, Any]) -> None:
+        self.known = known
+        self.sums: Sums = [0, 0, 0]
+        self._kernels: list[_Kernel] = ["memory", "loop"]
         # Bytes of every value.
         self._sizes: list[Any] = []
         self._ops: list[_Op] = []
         # The kernels that read each value.
         self._readers: dict[int, frozenset[int]] = collections.defaultdict(frozenset)
-        for n in self._flatten(program, {}, None, counts=True):
+        for n in self._flatten(program, {}, counts=True):
             self._readers[n] = frozenset([_MEMORY])
         self._count()
 
@@ -116,26 +107,20 @@ class CpuCost:
         self._sizes.append(size)
         return len(self._sizes) - 1
 
-    def _flatten(
-        self, program: Any, numbers: dict[Any, int], caller: int | None, *, counts: bool
-    ) -> list[int]:
+    def _flatten(self, program: Any, numbers: dict[Any, int], *, counts: bool) -> list[int]:
         """Lists the operations of a program, of the calls that XLA inlines, and of ops in XLA."""
         literal = core.Literal
         for eqn in program.eqns:
             name, params = eqn.primitive.name, eqn.params
-            source: int | None = id(eqn.source_info.traceback)
-            if source not in self.sources:
-                source = caller
             operands = [self._operand(v, numbers) for v in eqn.invars if type(v) is not literal]
             if name in INLINED and params.get("name") not in RARE:
                 useful = flops_of_op(eqn, self.known)
-                self.sums[source][0] += useful or 0
+                self.sums[0] += useful or 0
                 inner = inner_programs(eqn)[0]
                 given = [self._operand(v, numbers) for v in eqn.invars]
                 found = self._flatten(
                     inner,
                     dict(zip(inner.invars, given, strict=True)),
-                    source,
                     counts=counts and useful is None,
                 )
                 numbers.update(zip(eqn.outvars, found, strict=True))
@@ -148,9 +133,9 @@ class CpuCost:
             if name == "split":
                 for v, n in zip(eqn.outvars, results, strict=True):
                     part = eqn.replace(outvars=[v])
-                    self._ops.append(_Op(part, kind, operands, [n], source, counts))
+                    self._ops.append(_Op(part, kind, operands, [n], counts))
                 continue
-            self._ops.append(_Op(eqn, kind, operands, results, source, counts))
+            self._ops.append(_Op(eqn, kind, operands, results, counts))
         return [self._operand(v, numbers) for v in program.outvars]
 
     def _operand(self, v: Any, numbers: dict[Any, int]) -> int:
@@ -203,23 +188,23 @@ class CpuCost:
         makers = {n: op for op in self._ops for n in op.results}
         for op in reversed(self._ops):
             if op.counts and (flops := flops_of_product(op.eqn)):
-                self.sums[op.source][0] += flops
+                self.sums[0] += flops
             readers: frozenset[int] = frozenset()
             for n in op.results:
                 readers |= self._readers[n]
             if not readers:
                 continue
-            kinds = {kernels[n].kind for n in readers}
+            kinds = {kernels[n] for n in readers}
             is_grown = op.results[0] in grown
             inside = (is_grown or op.kind == "broadcast") and kinds == {"library"}
             inside = inside and len(readers) == 1
             if op.kind == "view":
                 # A loop of its own moves elements into the shape that a kernel reads.
-                outside = frozenset([n for n in readers if kernels[n].kind != "loop"])
+                outside = frozenset([n for n in readers if kernels[n] != "loop"])
                 maker = makers.get(op.operands[0]) if op.operands else None
                 if outside and maker and maker.eqn.primitive.name in MOVES:
                     self._readers[op.results[0]] = outside
-                    loop = self._write(op._replace(source=maker.source), "loop")
+                    loop = self._write(op, "loop")
                     self._read_operands(maker, loop)
                     readers -= outside
             elif op.kind == "call" and self._called(op):
@@ -244,8 +229,7 @@ class CpuCost:
         if name in PARTS and operands:
             table, result = self._sizes[operands[0]], self._sizes[op.results[0]]
             if name not in LOOKUPS or not lineage.is_at_least(result, table):
-                for reader in readers - {_MEMORY, _SLICE}:
-                    self.sums[self._kernels[reader].source][1] += result
+                self.sums[1] += result * len(readers - {_MEMORY, _SLICE})
                 self._readers[operands[0]] |= {_SLICE}
                 operands = operands[1:]
         for n in operands:
@@ -257,7 +241,7 @@ class CpuCost:
         if op.kind == "alone" and result.dtype.itemsize == 2:
             # Operands and result are in float32; a loop of its own casts the result.
             sizes = [self._sizes[n] for n in (*op.operands, *2 * op.results)]
-            self.sums[op.source][1] += 2 * sum(sizes)
+            self.sums[1] += 2 * sum(sizes)
         numbers = iter(op.operands)
         for v, contracted, batch in zip(op.eqn.invars, *dims, strict=True):
             if type(v) is core.Literal:
@@ -267,8 +251,8 @@ class CpuCost:
             orders = [*batch, *free, *contracted], [*batch, *contracted, *free]
             wide = [[d for d in order if shape[d] != 1] for order in orders]
             if not any(order == sorted(order) for order in wide):
-                self.sums[op.source][1] += 2 * self._sizes[n]
-                self._kernels.append(_Kernel("loop", op.source))
+                self.sums[1] += 2 * self._sizes[n]
+                self._kernels.append("loop")
                 self._readers[n] |= {len(self._kernels) - 1}
             else:
                 self._readers[n] |= readers
@@ -278,9 +262,9 @@ class CpuCost:
         eqn = op.eqn
         if eqn.params.get("name") in RARE:
             return True
-        for source, (flops, *rest) in sums_of_calls(eqn, self.known, self._inner):
-            total = self.sums[op.source if source is None else source]
-            total[:] = map(operator.add, total, (flops * op.counts, *rest))
+        flops, *rest = sums_of_calls(eqn, self.known, self._inner)
+        for n, amount in enumerate((flops * op.counts, *rest)):
+            self.sums[n] += amount
         inner = inner_programs(eqn)
         for n in op.operands if inner else ():
             self._readers[n] |= {_MEMORY}
@@ -288,23 +272,21 @@ class CpuCost:
 
     def _inner(self, program: Any) -> Sums:
         if id(program) not in self.known:
-            self.known[id(program)] = CpuCost(program, self.sources, self.known).sums
+            self.known[id(program)] = CpuCost(program, self.known).sums
         return cast("Sums", self.known[id(program)])
 
     def _write(self, op: _Op, kind: str) -> frozenset[int]:
         """Adds the kernel that computes an operation and writes its results."""
-        total = self.sums[op.source]
-        total[1] += sum([self._sizes[n] for n in op.results])
-        total[2] += 1
+        self.sums[1] += sum([self._sizes[n] for n in op.results])
+        self.sums[2] += 1
         for n in op.results:
             self._read(n)
-        self._kernels.append(_Kernel(kind, op.source))
+        self._kernels.append(kind)
         return frozenset([len(self._kernels) - 1])
 
     def _read(self, n: int) -> None:
         """Adds the bytes of a value in memory once for every kernel that reads it."""
-        for reader in self._readers[n] - {_MEMORY, _SLICE}:
-            self.sums[self._kernels[reader].source][1] += self._sizes[n]
+        self.sums[1] += self._sizes[n] * len(self._readers[n] - {_MEMORY, _SLICE})
 
 
 def _is_expensive(eqn: core.JaxprEqn) -> bool:

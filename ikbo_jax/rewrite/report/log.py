@@ -143,7 +143,4 @@ class Log(Recorder):
         call = _Call(recorder, equation, origins, materialise)
         for event in self._events:
             event(call)
-        if not recorder.muted:
-            # Last, when the call knows the broadcasts of all stand-ins.
-            recorder.work.own_all(self.work, recorder.calls, call.origins)
         return call

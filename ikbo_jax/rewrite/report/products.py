@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from jax.extend import core
@@ -107,18 +107,18 @@ def _useful_flops(problem: Any) -> int:
     return useful
 
 
-#: FLOPs, bytes and kernels by source: the identity of a traceback, or None.
-Sums = dict[int | None, list[int]]
+#: FLOPs, bytes and kernels.
+Sums = list[int]
 
 
-def _total(n: int, cost: tuple[int, Sums]) -> Any:
-    return sum(numbers[n] for numbers in cost[1].values())
+def _amount(n: int, cost: tuple[int, Sequence[int]]) -> int:
+    return cost[1][n]
 
 
 def sums_of_calls(
-    eqn: core.JaxprEqn, known: dict[Any, Any], count: Callable[[Any], Sums]
-) -> list[tuple[int | None, list[int]]]:
-    """Lists the sources of the programs that an equation calls, and what they cost."""
+    eqn: core.JaxprEqn, known: dict[Any, Any], count: Callable[[Any], Sequence[int]]
+) -> Sums:
+    """Adds up what the programs that an equation calls cost."""
     length, programs = eqn.params.get("length", 1), inner_programs(eqn)
     found = [(length, x) for x in programs]
     if length != 1 and not PRODUCTS.isdisjoint([x.primitive.name for x in programs[0].eqns]):
@@ -130,10 +130,7 @@ def sums_of_calls(
     if eqn.primitive.name == "cond":
         # The branch with most FLOPs; of two, the one with more bytes.
         for n in (1, 0):
-            costs.insert(0, lineage.largest(costs, functools.partial(_total, n)))
+            costs.insert(0, lineage.largest(costs, functools.partial(_amount, n)))
         costs = costs[:1]
-    return [
-        (source, [length * flops, times * nbytes, times * kernels])
-        for times, sums in costs
-        for source, (flops, nbytes, kernels) in sums.items()
-    ]
+    flops = sum([length * sums[0] for _, sums in costs])
+    return [flops, *(sum([times * sums[n] for times, sums in costs]) for n in (1, 2))]

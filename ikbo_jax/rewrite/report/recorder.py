@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from ikbo_jax.ops import explain
+from ikbo_jax.rewrite.report.cost import program_cost
 from ikbo_jax.rewrite.report.report import (
     UNKNOWN,
     FoundBroadcast,
@@ -15,8 +16,8 @@ from ikbo_jax.rewrite.report.report import (
     RewriteReport,
     source_line,
 )
-from ikbo_jax.rewrite.report.work import BothCosts, Work
-from ikbo_jax.rewrite.values import jaxprs, lineage
+from ikbo_jax.rewrite.report.saved import BothCosts
+from ikbo_jax.rewrite.values import jaxprs, lineage, staged
 from ikbo_jax.rewrite.values.equations import LOOKUPS, is_lookup
 
 
@@ -36,9 +37,9 @@ class Broadcast:
         self.became: dict[str, int] = {}
         self.kept: dict[str, int] = {}
 
-    def freeze(self, costs: BothCosts | None) -> FoundBroadcast:
+    def freeze(self) -> FoundBroadcast:
         texts = _with_times(self.became), _with_times(self.kept)
-        return FoundBroadcast(self.line, self.what, texts[0], costs, texts[1])
+        return FoundBroadcast(self.line, self.what, *texts)
 
 
 class Recorder:
@@ -51,7 +52,8 @@ class Recorder:
         # Whether a rule took a form with another derivative than the original.
         self.gradient_differs = False
         self.muted = muted
-        self.work = Work()
+        # The original and the rewritten program, without constants, which may be tracers.
+        self.programs: tuple[Any, ...] = ()
         self.reason = ""
         # The equations that call the program being interpreted, outermost first. If an equation was
         # traced inside a jitted library function, its line may be unknown; then the line of the
@@ -65,6 +67,8 @@ class Recorder:
         self.layers: list[str] = []
         # The outcomes of the original's lookups, by the identity of their equations.
         self._lookups: dict[int, Lookup] = {}
+        # Whether the gradient of one of these lookups is a sum of fewer than 32 bits.
+        self.sums_are_narrow = False
 
     def list_lookups(
         self, program: Any, inside: str = "the function", seen: set[int] | None = None
@@ -79,6 +83,8 @@ class Recorder:
                 what = _lookup_text(eqn)
                 reason = f"it is inside {inside}, which stays as it is"
                 self._lookups[id(eqn)] = Lookup(self.line(eqn), what, "kept", reason)
+                table: Any = eqn.invars[0].aval
+                self.sums_are_narrow |= staged.is_narrow_dtype(table.dtype)
                 continue
             if eqn.primitive.name in explain.WITHOUT_PROGRAMS:
                 continue
@@ -145,11 +151,6 @@ class Recorder:
         """
         yield
 
-    def computed(self, eqn: Any, origins: frozenset) -> None:
-        """Records the broadcasts that the operands and results of an equation stem from."""
-        if origins and not self.muted:
-            self.work.own(eqn, self.calls, origins)
-
     def confirmed(self, origins: frozenset) -> None:
         """Records that broadcasts are lookups, so that the report lists them."""
         for origin in origins:
@@ -194,15 +195,8 @@ class Recorder:
 
     def report(self) -> RewriteReport:
         changed = self.changed and not self.refusal
-        numbers = {b: n for n, b in enumerate(self.broadcasts) if b.certain}
-
-        def first(origins: frozenset) -> Any:
-            return min((x for x in origins if x in numbers), key=numbers.__getitem__, default=None)
-
-        costs = self.work.by_owner(first)
-        broadcasts = tuple(
-            b.freeze(costs.get(b, BothCosts()) if changed else None) for b in numbers
-        )
+        broadcasts = tuple(b.freeze() for b in self.broadcasts if b.certain)
+        costs = map(program_cost, self.programs) if changed else ()
         lookups = tuple(self._lookups.values())
         if not changed:
             why = self.refusal or "nothing is gained by it"
@@ -217,8 +211,7 @@ class Recorder:
             lookups,
             sum(not b.certain for b in self.broadcasts),
             self.refusal,
-            self.work.whole if changed else BothCosts(),
-            self.work,
+            BothCosts(*costs),
             tuple(self.layers),
         )
 

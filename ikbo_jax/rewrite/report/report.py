@@ -9,38 +9,20 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ikbo_jax.rewrite.report.work import BothCosts, Work, count
+from ikbo_jax.rewrite.report.saved import BothCosts, count
 
 #: The line of an equation whose line in the model is unknown.
 UNKNOWN = "unknown line"
 
 
-class _Costs:
-    """Says what a rewrite saves; `costs` is None if the original runs."""
-
-    costs: BothCosts | None
-
-    @property
-    def flops_saved(self) -> int:
-        """Number of floating-point operations of products that the rewrite removed."""
-        return self.costs.flops_saved if self.costs else 0
-
-    @property
-    def bytes_saved(self) -> int:
-        """Number of bytes that are no longer moved; below 0 if the rewrite moves more."""
-        return self.costs.bytes_saved if self.costs else 0
-
-
 @dataclasses.dataclass(frozen=True)
-class FoundBroadcast(_Costs):
+class FoundBroadcast:
     """Describes one broadcast of the original program.
 
     Attributes:
       line: the source line of the broadcast, as `model.py:12 (fn)`.
       what: its shapes, and the number of indices of a lookup.
       became: what replaced it, each entry with its line.
-      costs: what the equations on its values cost, before and after; None if the original runs.
-        Equations on values of several broadcasts count for the first of them only.
       kept: what keeps the rest: every value that is copied, with the line that needs it, its size
         and the reason.
     """
@@ -48,23 +30,19 @@ class FoundBroadcast(_Costs):
     line: str
     what: str
     became: tuple[str, ...]
-    costs: BothCosts | None = None
     kept: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        return self._text(())
+        return self._with([])
 
     @property
     def details(self) -> str:
         """Text with everything that replaced the broadcast."""
-        return self._text(self.became or ("unused",))
+        return self._with([f"  -> {text}" for text in self.became or ("unused",)])
 
-    def _text(self, became: Sequence[str]) -> str:
-        lines = [f"{self.line}: {self.what}", *(f"  -> {text}" for text in became)]
-        if self.costs is not None:
-            above = "  its work counts for a broadcast above"
-            lines.append(above if self.costs == BothCosts() else f"  saves {self.costs}")
-        return "\n".join(lines + [f"  copied by {text}" for text in self.kept])
+    def _with(self, lines: list[str]) -> str:
+        copies = [f"  copied by {text}" for text in self.kept]
+        return "\n".join([f"{self.line}: {self.what}", *lines, *copies])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,7 +87,7 @@ class Lookup:
 
 
 @dataclasses.dataclass(frozen=True)
-class RewriteReport(_Costs):
+class RewriteReport:
     """Holds the report of a rewrite; `str` returns it as plain text, `details` with more of it.
 
     Attributes:
@@ -120,7 +98,6 @@ class RewriteReport(_Costs):
       repetitions: the number of further broadcasts of dimensions of size 1, such as biases.
       reason: why the original runs, if the rewriting failed or would cost more; otherwise "".
       costs: what the whole program costs, before and after.
-      work: what `lines` is computed from.
       layers: the linear layers that became ops, each with its line; `costs` counts them as written.
     """
 
@@ -131,33 +108,25 @@ class RewriteReport(_Costs):
     repetitions: int = 0
     reason: str = ""
     costs: BothCosts = BothCosts()
-    work: Work = dataclasses.field(default_factory=Work, compare=False, repr=False)
     layers: tuple[str, ...] = ()
 
     @property
-    def lines(self) -> dict[str, BothCosts]:
-        """Costs of the model's lines that compute with values of broadcasts, and of the rest."""
-        if not self.changed:
-            return {}
-        if (known := self.__dict__.get("_lines")) is not None:
-            return dict(known)
+    def flops_saved(self) -> int:
+        """Number of floating-point operations of products that the rewrite removed."""
+        return self.costs.flops_saved
 
-        return self.work.by_line(lambda x: next(filter(None, map(model_line, x)), UNKNOWN))
-
-    def __getstate__(self) -> dict[str, Any]:
-        # A traceback can be neither pickled nor copied; a copy has the lines that it led to.
-        return self.__dict__ | {"work": Work(), "_lines": self.lines}
+    @property
+    def bytes_saved(self) -> int:
+        """Number of bytes that are no longer moved; below 0 if the rewrite moves more."""
+        return self.costs.bytes_saved
 
     def __str__(self) -> str:
         return "\n".join([self._headline(), *_once(self.broadcasts), *self._left()])
 
     @property
     def details(self) -> str:
-        """Text of the report with everything that replaced each broadcast, and costs by line."""
+        """Text of the report with everything that replaced each broadcast."""
         texts = [_indent(text) for text in _counted(self.broadcasts, lambda x: x.details)]
-        if self.changed:
-            texts.append("costs by line, before -> after:")
-            texts += [f"  {line}: {costs.before_and_after}" for line, costs in self.lines.items()]
         return "\n".join([self._headline(), *texts, *self._left()])
 
     def _headline(self) -> str:
@@ -214,11 +183,7 @@ def _is_model(file_name: str) -> bool:
 
 def source_line(eqn: Any) -> str | None:
     """Returns the model's line that an equation stems from, `model.py:12 (fn)`, or None."""
-    return model_line(eqn.source_info.traceback)
-
-
-def model_line(traceback: Any) -> str | None:
-    """Finds the model's line among the stack frames of a traceback; None if there is none."""
+    traceback = eqn.source_info.traceback
     for frame in traceback.frames if traceback else ():
         if _is_model(frame.file_name):
             function = frame.function_name.rpartition(".")[2]

@@ -17,6 +17,8 @@ from ikbo_jax.rewrite.values.registry import NotCovered
 
 #: More pieces than this become no concatenation.
 _MOST_PIECES = 64
+#: Nor do more than this in derivatives, where each piece is a kernel that pads its gradient.
+_MOST_WITH_GRADIENT = 16
 
 
 def placed(ctx: Context, eqn: Any, x: Any, pieces: dict[int, Any], axis: int) -> Any:
@@ -139,7 +141,7 @@ def taken(ctx: Context, eqn: Any, x: Concat, indices: Any) -> Any:
     axis, shape = x.axis, eqn.outvars[0].aval.shape
     flat = constant_positions(ctx, eqn, x, indices, (axis,))[:, 0]
     breaks = [0, *(np.flatnonzero(np.diff(flat) != 1) + 1).tolist(), len(flat)]
-    if len(breaks) > _MOST_PIECES:
+    if len(breaks) > (_MOST_WITH_GRADIENT if ctx.differentiated else _MOST_PIECES):
         raise NotCovered("gather of many slices of a concatenation")
     pieces = [
         sliced_along(ctx, x, int(flat[first]), int(flat[last - 1]) + 1, axis)

@@ -104,6 +104,10 @@ def _gather_rows_or_bind(
                 # A shuffle of looked-up rows is a lookup again.
                 rows = operand.lineage.users
             is_larger = lineage.is_at_least(count, rows + 1) and lineage.is_at_least(rows, 1)
+            if is_larger and _selects_features(ctx, operand, indices, axis):
+                if ctx.differentiated:
+                    return ctx.bind(eqn, operand, ctx.build(indices))
+                ctx.gradient_differs()
             if is_larger and not (lineage.has_lineage(operand) and operand.axis in fixed):
                 _check_no_other_column_fills(ctx, eqn, indices, {axis, *fixed})
                 for other, start in fixed.items():
@@ -115,6 +119,15 @@ def _gather_rows_or_bind(
     if is_uniform and lineage.is_plain(operand) and not numbers.start_indices_batching_dims:
         return _gather_by_lazy_indices(ctx, eqn, operand, indices, out_shape)
     return ctx.bind(eqn, ctx.build(operand), ctx.build(indices))
+
+
+def _selects_features(ctx: Context, operand: Any, indices: Any, axis: int) -> bool:
+    """Whether a program fixes which features of each row it takes, and XLA adds their gradients.
+
+    Products of features before they are taken cost less, but their gradients cost more.
+    """
+    is_plain = lineage.is_plain(operand) and rows.selects_features(operand, axis)
+    return is_plain and proofs.is_fixed(ctx, indices)
 
 
 def _check_no_other_column_fills(ctx: Context, eqn: Any, indices: Any, looked_up: set[int]) -> None:

@@ -66,13 +66,33 @@ def reduction(on: Axis, params: Any, operands: Any) -> Any:
     return {"axes": tuple(map(on.before, axes))}, out
 
 
+#: Parameters with an entry for every dimension, and the entry of a dimension that is taken whole;
+#: None is its size.
+_ENTRIES: dict[str, Any] = {
+    "base_dilation": 1,
+    "limit_indices": None,
+    "padding": (0, 0),
+    "padding_config": (0, 0, 0),
+    "start_indices": 0,
+    "strides": 1,
+    "window_dilation": 1,
+    "window_dimensions": 1,
+    "window_strides": 1,
+}
+
+
 @_rule
-def pad(on: Axis, params: Any, operands: Any) -> Any:
-    """Pads other dimensions."""
-    config = params["padding_config"]
-    if any(tuple(config[d]) != (0, 0, 0) for d in on.dims):
-        raise NotCovered("pad along dimensions that look rows up together")
-    return {"padding_config": on.merged(config, (0, 0, 0))}, on
+def dimension_wise(on: Axis, params: Any, operands: Any) -> Any:
+    """Pads, slices, or pools over windows, along other dimensions."""
+    found = {}
+    for name, entry in _ENTRIES.items():
+        if params.get(name) is None:
+            continue
+        of_axis = on.sizes if entry is None else (entry,) * len(on.sizes)
+        if tuple(params[name][on.axis : on.dims.stop]) != of_axis:
+            raise NotCovered("an operation along dimensions that look rows up together")
+        found[name] = on.merged(params[name], math.prod(on.sizes) if entry is None else entry)
+    return found, on
 
 
 @_rule
@@ -81,35 +101,6 @@ def fft(on: Axis, params: Any, operands: Any) -> Any:
     if on.dims.stop > len(shape_of(operands[0])) - len(params["fft_lengths"]):
         raise NotCovered("fft along dimensions that look rows up together")
     return {}, on
-
-
-@_rule
-def reduce_window(on: Axis, params: Any, operands: Any) -> Any:
-    """Pools over windows along other dimensions."""
-    names = {"window_dimensions": 1, "window_strides": 1, "padding": (0, 0)}
-    found = names | {"base_dilation": 1, "window_dilation": 1}
-    found = {name: whole for name, whole in found.items() if params.get(name) is not None}
-    if any(
-        tuple(params[n][on.axis : on.dims.stop]) != (w,) * len(on.sizes) for n, w in found.items()
-    ):
-        raise NotCovered("pooling along dimensions that look rows up together")
-    return {name: on.merged(params[name], whole) for name, whole in found.items()}, on
-
-
-@_rule
-def slice_(on: Axis, params: Any, operands: Any) -> Any:
-    """Slices other dimensions."""
-    starts, stops = params["start_indices"], params["limit_indices"]
-    strides = params["strides"] or (1,) * len(starts)
-    for d, size in zip(on.dims, on.sizes, strict=True):
-        if (starts[d], stops[d], strides[d]) != (0, size, 1):
-            raise NotCovered("slice along dimensions that look rows up together")
-    stop = math.prod(on.sizes)
-    return {
-        "start_indices": on.merged(starts, 0),
-        "limit_indices": on.merged(stops, stop),
-        "strides": on.merged(strides, 1),
-    }, on
 
 
 @_rule

@@ -30,7 +30,9 @@ def looked_up(
     looked up like all rows.
     """
     rows, mode = shape_of(operand)[axis], eqn.params["mode"]
-    ctx.programs.looks_up(rows)
+    if axis == 0 or not proofs.is_fixed(ctx, indices):
+        # Features that the program selects are no table of items.
+        ctx.programs.looks_up(rows)
     value, column = column_of(ctx, indices, column)
     root = ctx.build(value)
     batch = indices.shape[0]
@@ -54,13 +56,7 @@ def looked_up(
         return staged.cast(lax.clamp(first, index, last), jnp.int32)
 
     def outside() -> jax.Array:
-        row = nearest() if plain is None else plain.index
-        below = lax.lt(index, np.asarray(0, index.dtype))
-        row = _replaced(row, below, rows)
-        if rows > _largest(index):
-            return row
-        above = lax.ge(index, np.asarray(rows, index.dtype))
-        return _replaced(row, above, rows + 1)
+        return _numbered(index, nearest() if plain is None else plain.index, rows)
 
     # `checkify` must find an index out of bounds, also in a constant that takes every row.
     differs = not proven or not _takes_every_row(root, column, rows)
@@ -123,8 +119,11 @@ def _without_gradient(x: jax.Array) -> jax.Array:
     return found
 
 
-def _replaced(index: Any, where: Any, row: int) -> Any:
-    return staged.select(where, staged.full_like(index, row), index)
+@functools.partial(jax.jit, static_argnames="rows")
+def _numbered(index: jax.Array, nearest: jax.Array, rows: int) -> jax.Array:
+    """Replaces `nearest` by the numbers of the appended rows where the index is out of bounds."""
+    row = jnp.where(index < 0, jnp.int32(rows), nearest)
+    return row if rows > _largest(index) else jnp.where(index >= rows, jnp.int32(rows + 1), row)
 
 
 def _with_rows_outside(eqn: Any, operand: Any, axis: int, fills: bool, drops: bool) -> Any:

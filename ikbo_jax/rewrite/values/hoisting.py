@@ -102,7 +102,7 @@ def _split(
     known: set[Any] = {*body.constvars, *inputs}
     candidates: list[core.JaxprEqn] = []
     for eqn in body.eqns:
-        variables = [v for v in eqn.invars if isinstance(v, core.Var)]
+        variables = [v for v in eqn.invars if type(v) is not core.Literal]
         if (variables or only_constants) and known.issuperset(variables) and not eqn.effects:
             candidates.append(eqn)
             known.update(eqn.outvars)
@@ -111,8 +111,8 @@ def _split(
         return None
     before = [eqn for eqn in candidates if id(eqn) in hoisted]
     rest = [eqn for eqn in body.eqns if id(eqn) not in hoisted]
-    read = {v for eqn in rest for v in eqn.invars if isinstance(v, core.Var)}
-    read.update(v for v in body.outvars if isinstance(v, core.Var))
+    read = {v for eqn in rest for v in eqn.invars if type(v) is not core.Literal}
+    read |= {v for v in body.outvars if type(v) is not core.Literal}
     values = [v for eqn in before for v in eqn.outvars if v in read]
     info = body.debug_info._replace(arg_names=None, result_paths=None)
     first = body.replace(eqns=before, invars=list(inputs), outvars=values, debug_info=info)
@@ -130,10 +130,10 @@ def _worthwhile(invariant: list[core.JaxprEqn]) -> set[int]:
     for eqn in reversed(invariant):
         if holds_products(eqn) or not needed.isdisjoint(eqn.outvars):
             hoisted.add(id(eqn))
-            needed.update(v for v in eqn.invars if isinstance(v, core.Var))
+            needed |= {v for v in eqn.invars if type(v) is not core.Literal}
     made = {v for eqn in invariant if id(eqn) in hoisted for v in eqn.outvars}
     for eqn in invariant:
-        variables = [v for v in eqn.invars if isinstance(v, core.Var)]
+        variables = [v for v in eqn.invars if type(v) is not core.Literal]
         if id(eqn) in hoisted or made.isdisjoint(variables):
             continue
         largest = max(getattr(v.aval, "size", 0) for v in variables)

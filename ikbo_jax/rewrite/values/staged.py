@@ -118,14 +118,6 @@ def _equation(name: str) -> tuple[Callable[..., Any], core.Primitive, dict[str, 
         "slice": lambda x, _: lax.slice(x, (0, 0), (1, 1)),
         "squeeze": lambda x, _: lax.squeeze(x, (1,)),
         "transpose": lambda x, _: lax.transpose(x, (1, 0)),
-        "div": lambda x, _: lax.div(x, x),
-        "dot_general": lambda x, _: lax.dot_general(x, x, (((0,), (0,)), ((), ()))),
-        "exp": lambda x, _: lax.exp(x),
-        "mul": lambda x, _: lax.mul(x, x),
-        "reduce_max": lambda x, _: lax.reduce_max(x, (0,)),
-        "reduce_sum": lambda x, _: lax.reduce_sum(x, (0,)),
-        "select_n": lambda x, _: lax.select(lax.full((2, 1), True), x, x),
-        "sub": lambda x, _: lax.sub(x, x),
     }
     args = jax.ShapeDtypeStruct((2, 1), "float32"), index
     *_, eqn = jax.make_jaxpr(examples[name])(*args).eqns
@@ -225,11 +217,12 @@ _FLOAT32 = np.dtype(np.float32)
 
 def is_narrow(x: Any) -> bool:
     """Whether an array holds real floating-point numbers of fewer than 32 bits."""
-    return _is_narrow((x.aval if type(x) is TRACER else jax.typeof(x)).dtype)
+    return is_narrow_dtype((x.aval if type(x) is TRACER else jax.typeof(x)).dtype)
 
 
 @functools.cache
-def _is_narrow(dtype: Any) -> bool:
+def is_narrow_dtype(dtype: Any) -> bool:
+    """Whether a dtype is of real floating-point numbers of fewer than 32 bits."""
     return jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < _FLOAT32.itemsize
 
 
@@ -301,70 +294,3 @@ def over_auto_axes(fn: Callable[..., Any], sharding: Any) -> Callable[..., Any]:
         return fn
     divided: Callable[..., Any] = jax.sharding.auto_axes(fn, out_sharding=sharding)
     return divided
-
-
-def exp(x: Any) -> Any:
-    """Computes `lax.exp(x)`."""
-    return _made("exp", (x,))
-
-
-def times(x: Any, number: float) -> Any:
-    """Computes `lax.mul(x, number)`, with the number in the dtype of `x`."""
-    dtype = x.aval.dtype if type(x) is TRACER else x.dtype
-    literal = _literal(number, dtype)
-    return bind(lax.mul_p, (x, literal.val), _equation("mul")[2], (None, literal))
-
-
-def full_like(x: Any, number: float) -> Any:
-    """Computes `lax.full_like(x, number)`."""
-    trace = trace_of((x,))
-    if trace is None:
-        return lax.full_like(x, number)
-    literal, info = _literal(number, x.aval.dtype), source_info_util.current()
-    params = {**_equation("broadcast_in_dim")[2], "shape": x.aval.shape, "broadcast_dimensions": ()}
-    operand = TRACER(trace, literal.aval, literal, info)
-    return trace.default_process_primitive(lax.broadcast_in_dim_p, (operand,), params, info)
-
-
-def select(mask: Any, x: Any, y: Any) -> Any:
-    """Computes `lax.select(mask, x, y)`."""
-    return _made("select_n", (mask, y, x))
-
-
-@functools.lru_cache(maxsize=256)
-def _literal(number: float, dtype: Any) -> core.Literal:
-    return core.Literal(np.asarray(number, dtype)[()], jax.core.ShapedArray((), np.dtype(dtype)))
-
-
-def sub(x: Any, y: Any) -> Any:
-    """Computes `lax.sub(x, y)`."""
-    return _made("sub", (x, y))
-
-
-def div(x: Any, y: Any) -> Any:
-    """Computes `lax.div(x, y)`."""
-    return _made("div", (x, y))
-
-
-def reduce_max(x: Any, axes: tuple[int, ...]) -> Any:
-    """Computes `lax.reduce_max(x, axes)`."""
-    return _made("reduce_max", (x,), axes, axes=axes)
-
-
-def reduce_sum(x: Any, axes: tuple[int, ...]) -> Any:
-    """Computes `lax.reduce_sum(x, axes)`."""
-    return _made("reduce_sum", (x,), axes, axes=axes)
-
-
-def product(x: Any, y: Any, numbers: Any, dtype: Any) -> Any:
-    """Computes `lax.dot_general(x, y, numbers, preferred_element_type=dtype)`."""
-
-    def usual() -> Any:
-        return lax.dot_general(x, y, numbers, preferred_element_type=dtype)
-
-    # The precision of the equation depends on this setting.
-    if jax.config.jax_default_matmul_precision is not None:
-        return usual()
-    params: dict[str, Any] = {"dimension_numbers": numbers, "precision": None}
-    params["preferred_element_type"] = np.dtype(dtype)
-    return _made("dot_general", (x, y), usual=usual, **params)
