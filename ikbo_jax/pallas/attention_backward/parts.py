@@ -21,6 +21,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, scf, vector
 
 from ikbo_jax.pallas.hopper import inline, per_thread, stores
+from ikbo_jax.pallas.hopper.inline import Integer
 from ikbo_jax.pallas.hopper.launch import WarpgroupContext, launch_threads
 from ikbo_jax.pallas.worklist.numbering import USER_WORDS, Sizes
 from ikbo_jax.pallas.worklist.rows import Rows
@@ -145,7 +146,7 @@ def _add_keys(ctx: WarpgroupContext) -> None:
     add(*ctx.operands.gradients, *ctx.outputs.gradients, *numbers)
 
 
-def _sum(first: ir.Value, stride: int, parts: int, count: ir.Value | None = None) -> list[ir.Value]:
+def _sum(first: ir.Value, stride: int, parts: int, count: Integer | None = None) -> list[ir.Value]:
     """Sums `VECTOR` f32 numbers of the first `count` parts, or all, `stride` bytes apart."""
     zero, total = inline.i32(0), [inline.f32(0.0)] * VECTOR
     end = inline.i32(parts) if count is None else count
@@ -158,7 +159,7 @@ def _sum(first: ir.Value, stride: int, parts: int, count: ir.Value | None = None
     loop = make_loop(zero, end, step, total)
     with ir.InsertionPoint(loop.body):
         sums = [*loop.inner_iter_args]
-        begin = loop.induction_variable
+        begin = Integer(loop.induction_variable)
         scf.yield_(_add_group(first, stride, begin, UNROLL, end, sums, is_cut=True))
     return [*loop.results]
 
@@ -166,9 +167,9 @@ def _sum(first: ir.Value, stride: int, parts: int, count: ir.Value | None = None
 def _add_group(
     first: ir.Value,
     stride: int,
-    begin: ir.Value,
+    begin: Integer,
     parts: int,
-    end: ir.Value,
+    end: Integer,
     total: list[ir.Value],
     *,
     is_cut: bool,
@@ -177,35 +178,33 @@ def _add_group(
     f32, byte = ir.F32Type.get(), ir.IntegerType.get_signless(8)
     i64 = ir.IntegerType.get_signless(64)
     one, zero, found = inline.i32(1), inline.i32(0), []
-    last = arith.maxsi(arith.subi(end, one), zero)
+    last = (end - one).at_least(zero)
     for i in range(parts):
-        part = arith.addi(begin, inline.i32(i))
-        exists = arith.cmpi(arith.CmpIPredicate.slt, part, end)
-        place = arith.extsi(i64, arith.minsi(part, last) if is_cut else part)
-        at = arith.muli(place, mgpu.c(stride, i64))
+        part = begin + i
+        exists = part < end
+        at = Integer(arith.extsi(i64, part.at_most(last) if is_cut else part)) * stride
         words: list[ir.Value] = []
         for half in range(VECTOR // per_thread.VECTOR):
-            offset = arith.addi(at, mgpu.c(half * per_thread.VECTOR * 4, i64))
+            offset = at + half * per_thread.VECTOR * 4
             address = mgpu.utils.getelementptr(first, [offset], byte)
             words += per_thread.load_words(address, per_thread.VECTOR)
         values = [mgpu.utils.bitcast(word, f32) for word in words]
         found.append((exists, values))
     for exists, values in found:
         if is_cut:
-            values = [arith.select(exists, x, inline.f32(0.0)) for x in values]
+            values = [exists.select(x, inline.f32(0.0)) for x in values]
         total = [arith.addf(x, y) for x, y in zip(total, values, strict=True)]
     return total
 
 
 def store(
     output: ir.Value,
-    terms: list[tuple[ir.Value, int]],
+    terms: Sequence[tuple[ir.Value, int]],
     values: Sequence[ir.Value],
-    is_wanted: ir.Value,
+    is_wanted: Integer,
 ) -> None:
     """Stores `VECTOR` numbers from the element whose number is sum(value * stride) on."""
-    i32, f32 = ir.IntegerType.get_signless(32), ir.F32Type.get()
-    is_wanted = arith.cmpi(arith.CmpIPredicate.ne, is_wanted, inline.i32(0))
+    f32, is_wanted = ir.F32Type.get(), is_wanted.differs(0)
     dtype = ir.MemRefType(output.type).element_type
     if dtype == f32:
         size, words = 4, [inline.word(x) for x in values]
@@ -214,7 +213,7 @@ def store(
         pairs = [
             vector.from_elements(pair_f32, list(values[i : i + 2])) for i in range(0, VECTOR, 2)
         ]
-        size, words = 2, [mgpu.utils.bitcast(arith.truncf(pair, x), i32) for x in pairs]
+        size, words = 2, [inline.word(arith.truncf(pair, x)) for x in pairs]
     address = stores.device_address(output, terms, size)
     for i in range(0, len(words), per_thread.VECTOR):
         per_thread.store_words(address, words[i : i + per_thread.VECTOR], is_wanted, 4 * i)

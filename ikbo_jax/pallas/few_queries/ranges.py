@@ -15,6 +15,7 @@ from jaxlib.mlir.dialects import arith
 
 from ikbo_jax.pallas.few_queries.context import Context, Item, Part, Place
 from ikbo_jax.pallas.hopper import inline, per_thread, stores, warps
+from ikbo_jax.pallas.hopper.inline import Integer
 from ikbo_jax.pallas.hopper.visible import Visible
 from ikbo_jax.pallas.worklist.search import INTEGER, SCALAR, splat
 from ikbo_jax.problems.hopper import WGMMA_M
@@ -23,8 +24,6 @@ from ikbo_jax.problems.hopper import WGMMA_M
 MOST = 2**30
 #: Of each of `Bounds`: whether of begins or ends, how it joins those of rows, and that of no row.
 _BOUNDS = ((0, "min", MOST), (1, "max", 0), (0, "max", 0), (1, "min", MOST))
-_JOIN = {"min": arith.minsi, "max": arith.maxsi}
-_LESS = arith.CmpIPredicate.slt
 
 
 class Bounds(NamedTuple):
@@ -61,27 +60,23 @@ def bounds(ctx: Context, place: Place, target: Any, count: Any, length: Any) -> 
         return_type=(INTEGER,) * 4,
     )
     def reduce(_: Any, ranges: ir.Value, *rest: Any) -> Any:
-        first, count, length = (x.registers.item() for x in rest[:3])
+        first, count, length = inline.scalars(rest[:3])
         q_len, zero, most = (inline.i32(x) for x in (shape.q_len, 0, MOST))
-        number = arith.divui(first, q_len)
+        number = first // q_len
         # The number after the last row's; the first row's without rows.
-        last = arith.divui(
-            arith.addi(arith.addi(first, count), arith.subi(q_len, inline.i32(1))), q_len
-        )
-        last = arith.select(arith.cmpi(_LESS, zero, count), last, number)
+        last = (first + count + (q_len - 1)) // q_len
+        last = (zero < count).select(last, number)
         found = [inline.i32(neutral) for _, _, neutral in _BOUNDS]
         for i in range(0, min(shape.item_rows, shape.item_rows // shape.q_len + 2), warps.LANES):
-            place = arith.addi(number, arith.addi(warps.lane(), inline.i32(i)))
-            is_row = arith.cmpi(_LESS, place, last)
-            begin, end = (
-                arith.minsi(arith.maxsi(x, zero), length)
-                for x in _load(ctx, ranges, place, rest[3:])
-            )
-            sees = arith.cmpi(_LESS, begin, end)
-            seen = arith.select(sees, begin, most), arith.select(sees, end, zero)
+            place = number + (warps.lane() + i)
+            is_row = place < last
+            loaded = _load(ctx, ranges, place, rest[3:])
+            begin, end = (x.at_least(zero).at_most(length) for x in loaded)
+            sees = begin < end
+            seen = sees.select(begin, most), sees.select(end, zero)
             for j, (k, kind, neutral) in enumerate(_BOUNDS):
-                value = arith.select(is_row, seen[k], inline.i32(neutral))
-                found[j] = _JOIN[kind](found[j], value)
+                value = is_row.select(seen[k], neutral)
+                found[j] = found[j].at_most(value) if kind == "min" else found[j].at_least(value)
         return tuple(
             splat(warps.reduced(x, kind)) for x, (_, kind, _) in zip(found, _BOUNDS, strict=True)
         )
@@ -123,9 +118,8 @@ def _of_rows(ctx: Context, part: Part) -> tuple[jax.Array, jax.Array]:
     def load(_: Any, ranges: ir.Value, first: Any, *tables: ir.Value) -> Any:
         thread, halves = stores.thread_number(), []
         for half in (0, 1):
-            row = arith.remui(stores.thread_row(thread, half), inline.i32(shape.head_rows))
-            row = arith.addi(first.registers.item(), row)
-            number = arith.divui(row, inline.i32(shape.q_len))
+            row = stores.thread_row(thread, half) % shape.head_rows
+            number = (Integer(first.registers.item()) + row) // shape.q_len
             halves.append(_load(ctx, ranges, number, tables))
         return tuple(stores.row_array(list(words)) for words in zip(*halves, strict=True))
 
@@ -139,15 +133,15 @@ def _tables(ctx: Context) -> tuple[Any, ...]:
     return () if ctx.operands.targets is None else (ctx.operands.targets,)
 
 
-def _load(ctx: Context, ranges: ir.Value, number: ir.Value, tables: Any) -> list[ir.Value]:
+def _load(ctx: Context, ranges: ir.Value, number: Integer, tables: Any) -> list[Integer]:
     """Loads begin and end of candidate `number` of the item's order; of no row, of any."""
     last = inline.i32(ctx.shape.batch - 1)
     if ctx.shape.listed:
-        number = arith.minui(number, inline.i32(ctx.shape.listed - 1))
+        number = Integer(arith.minui(number, inline.i32(ctx.shape.listed - 1)))
         number = warps.load_shared(tables[0], number)
     elif tables:
         number = warps.load(tables[0], arith.minui(number, last))
-    number = arith.muli(arith.minui(number, last), inline.i32(2))
+    number = Integer(arith.minui(number, last)) * 2
     return per_thread.load_words(inline.address(ranges, number), 2, is_early=True)
 
 

@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, vector
@@ -20,6 +19,7 @@ from ikbo_jax.pallas.few_queries import listing
 from ikbo_jax.pallas.few_queries.context import Context, Part
 from ikbo_jax.pallas.flash.softmax import LN_2, inverse_sums
 from ikbo_jax.pallas.hopper import inline, stores
+from ikbo_jax.pallas.hopper.inline import Integer
 from ikbo_jax.pallas.hopper.row_order import RowOrder
 from ikbo_jax.pallas.hopper.stores import ROW_LAYOUT
 from ikbo_jax.problems.hopper import WARPGROUP_SIZE, WGMMA_M
@@ -138,22 +138,17 @@ def _store_from_registers(
         arg_types=(plgpu.RefType(), layout, *(scalar,) * 5, *(plgpu.RefType() for _ in tables))
     )
     def write(_: Any, output: ir.Value, values: Any, *rest: Any) -> None:
-        i32 = ir.IntegerType.get_signless(32)
-        target, rows, head, offset, column = (s.registers.item() for s in rest[:5])
+        target, rows, head, offset, column = inline.scalars(rest[:5])
         table = rest[5:]
         thread = stores.thread_number()
         held = stores.HeldRows(values, thread, is_f32=is_f32)
         for half in (0, 1):
             tile_row = stores.thread_row(thread, half)
-            row = arith.remui(tile_row, mgpu.c(head_rows, i32))
-            member = arith.divui(tile_row, mgpu.c(head_rows, i32))
-            below = arith.CmpIPredicate.slt
-            is_wanted = arith.andi(
-                arith.cmpi(below, row, rows), arith.cmpi(below, member, mgpu.c(group, i32))
-            )
+            row, member = tile_row % head_rows, tile_row // head_rows
+            is_wanted = (row < rows) & (member < group)
             if shape.listed:
-                row = listing.listed_row(table[0], arith.addi(row, offset), shape.q_len)
-            place = arith.addi(target, row), arith.addi(head, member)
+                row = listing.listed_row(table[0], row + offset, shape.q_len)
+            place = target + row, head + member
             if order is not None:
                 place = order.place(*place, *table)
             terms = [(place[0], heads * width), (place[1], width)]
@@ -164,23 +159,14 @@ def _store_from_registers(
     write(output, values, part.target, part.rows, head, part.offset, jnp.int32(column), *tables)
 
 
-def _address(memory: ir.Value, thread: ir.Value, number: int) -> ir.Value:
+def _address(memory: ir.Value, thread: Integer, number: int) -> ir.Value:
     """Computes the address of this thread's vector `number`."""
-    i32 = ir.IntegerType.get_signless(32)
-    offset = arith.addi(
-        arith.muli(thread, mgpu.c(_VECTOR, i32)), mgpu.c(number * WARPGROUP_SIZE * _VECTOR, i32)
-    )
-    return mgpu.utils.getelementptr(mgpu.utils.memref_ptr(memory), [offset], i32)
+    return inline.address(memory, thread * _VECTOR + number * WARPGROUP_SIZE * _VECTOR)
 
 
 def _load(address: ir.Value) -> list[ir.Value]:
-    words = mgpu.utils.inline_ptx(
-        "ld.shared.v4.f32 {$0, $1, $2, $3}, [$4];",
-        address,
-        result_types=[ir.F32Type.get()] * _VECTOR,
-        has_side_effects=True,
-    )
-    return list(words)
+    ptx = "ld.shared.v4.f32 {$0, $1, $2, $3}, [$4];"
+    return list(inline.issue(ptx, address, result_types=[ir.F32Type.get()] * _VECTOR))
 
 
 def give(ctx: Any, acc: jax.Array, maximum: jax.Array, sums: jax.Array) -> None:
@@ -204,11 +190,10 @@ def give(ctx: Any, acc: jax.Array, maximum: jax.Array, sums: jax.Array) -> None:
         ]
         thread = stores.thread_number()
         for number in range(len(words) // _VECTOR):
-            mgpu.utils.inline_ptx(
+            inline.issue(
                 "st.shared.v4.f32 [$0], {$1, $2, $3, $4};",
                 _address(memory, thread, number),
                 *words[number * _VECTOR : (number + 1) * _VECTOR],
-                has_side_effects=True,
             )
 
     store(shared.exchange, acc, maximum, sums)

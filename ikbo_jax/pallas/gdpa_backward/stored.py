@@ -97,9 +97,9 @@ def store(ctx: BackwardContext, d_scores: jax.Array, item: Any, step: Any) -> No
             ptx = f"{{ .reg .b32 x; cvt.rn.{kind}.f32 x, $1, $2; prmt.b32 $0, x, x, 0x1032; }}"
             words.append(inline.issue_word(ptx, *(vector.extract(pair, [], [i]) for i in (0, 1))))
         thread = stores.late_thread_number()
-        of_row = arith.remui(thread, inline.i32(stores.ROW_THREADS))
+        of_row = thread % stores.ROW_THREADS
         first = arith.addi(row.registers.item(), stores.thread_row(thread, 0))
-        terms = [(first, WGMMA_M), (arith.muli(of_row, inline.i32(8)), 1)]
+        terms = [(first, WGMMA_M), (of_row * 8, 1)]
         address = stores.device_address(output, terms, 2)
         for half in (0, 1):  # rows that are eight rows apart
             for i in range(0, 8, 4):

@@ -20,6 +20,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
 from ikbo_jax.pallas.hopper import inline, mosaic
+from ikbo_jax.pallas.hopper.inline import Integer
 from ikbo_jax.problems.hopper import WARPGROUP_SIZE
 
 
@@ -54,10 +55,8 @@ def device_pointer(ref: ir.Value) -> ir.Value:
 def _thread_vector(base: ir.Value, index: int, width: int) -> ir.Value:
     """Computes the address of this thread's vector number `index`, of `width` 32-bit words."""
     i32 = ir.IntegerType.get_signless(32)
-    thread = arith.remui(mgpu.thread_idx(), inline.i32(WARPGROUP_SIZE))
-    offset = arith.addi(
-        arith.muli(thread, inline.i32(width)), inline.i32(index * WARPGROUP_SIZE * width)
-    )
+    thread = Integer(mgpu.thread_idx()) % WARPGROUP_SIZE
+    offset = thread * width + index * WARPGROUP_SIZE * width
     return mgpu.utils.getelementptr(base, [offset], i32)
 
 
@@ -170,19 +169,19 @@ def _permute_bytes(a: ir.Value, b: ir.Value, selector: int) -> ir.Value:
     return inline.compute_word(f"prmt.b32 $0, $1, $2, 0x{selector:04x};", a, b)
 
 
-def _round_to_24_bits(bits: ir.Value) -> ir.Value:
+def _round_to_24_bits(bits: Integer) -> Integer:
     """Rounds the bits of a finite f32 so that `add`, which copies byte 1 to byte 0, recovers 16
     bits.
 
     Subtracting half of that range before truncation centres the error.
     """
-    magnitude = arith.andi(bits, inline.i32(0x7FFFFFFF))
-    finite = arith.cmpi(arith.CmpIPredicate.ult, magnitude, inline.i32(0x7F7FFF00))
-    low = arith.andi(arith.shrui(bits, inline.i32(8)), inline.i32(0xFF))
-    rounded = arith.addi(arith.subi(bits, low), inline.i32(0x80))
+    magnitude = bits & 0x7FFFFFFF
+    finite = magnitude.compare("ult", 0x7F7FFF00)
+    low = (bits >> 8) & 0xFF
+    rounded = bits - low + 0x80
     # Bits below 0x100 would wrap: denormal numbers are truncated without rounding.
-    normal = arith.cmpi(arith.CmpIPredicate.ugt, magnitude, inline.i32(0x00800000))
-    return arith.select(arith.andi(finite, normal), rounded, bits)
+    normal = magnitude.compare("ugt", 0x00800000)
+    return (finite & normal).select(rounded, bits)
 
 
 def add(acc: jax.Array, fragment: Fragment) -> jax.Array:

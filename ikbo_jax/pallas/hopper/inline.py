@@ -1,16 +1,115 @@
 """Numbers and addresses in inline code."""
 
+from __future__ import annotations
+
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 from jax.experimental.mosaic import gpu as mgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import llvm, vector
+from jaxlib.mlir.dialects import arith, llvm, vector
 
 
-def i32(value: int) -> ir.Value:
+class Integer(ir.Value):
+    """An integer of inline code, or a predicate, with Python's operators.
+
+    The other operand is a value of the same type, or an int, which becomes a constant. Quotients,
+    remainders and right shifts are of unsigned integers, `<` and `>=` of signed ones.
+    """
+
+    def __init__(self, value: ir.Value) -> None:
+        super().__init__(value)
+
+    def _of(self, operation: Any, other: ir.Value | int) -> Integer:
+        return Integer(operation(self, _constant(other, self.type)))
+
+    def __add__(self, other: ir.Value | int) -> Integer:
+        return self._of(arith.addi, other)
+
+    def __sub__(self, other: ir.Value | int) -> Integer:
+        return self._of(arith.subi, other)
+
+    def __rsub__(self, other: int) -> Integer:
+        return Integer(arith.subi(_constant(other, self.type), self))
+
+    def __mul__(self, other: ir.Value | int) -> Integer:
+        return self._of(arith.muli, other)
+
+    def __floordiv__(self, other: ir.Value | int) -> Integer:
+        return self._of(arith.divui, other)
+
+    def __mod__(self, other: ir.Value | int) -> Integer:
+        return self._of(arith.remui, other)
+
+    def __and__(self, other: ir.Value | int) -> Integer:
+        return self._of(arith.andi, other)
+
+    def __or__(self, other: ir.Value | int) -> Integer:
+        return self._of(arith.ori, other)
+
+    def __xor__(self, other: ir.Value | int) -> Integer:
+        return self._of(arith.xori, other)
+
+    def __rshift__(self, other: ir.Value | int) -> Integer:
+        return self._of(arith.shrui, other)
+
+    def __lt__(self, other: ir.Value | int) -> Integer:
+        return self.compare("slt", other)
+
+    def __gt__(self, other: ir.Value | int) -> Integer:
+        return self.compare("sgt", other)
+
+    def __ge__(self, other: ir.Value | int) -> Integer:
+        return self.compare("sge", other)
+
+    def equals(self, other: ir.Value | int) -> Integer:
+        return self.compare("eq", other)
+
+    def differs(self, other: ir.Value | int) -> Integer:
+        return self.compare("ne", other)
+
+    def compare(self, how: str, other: ir.Value | int) -> Integer:
+        """Compares by a predicate of MLIR, such as "ult" for unsigned integers."""
+        predicate = getattr(arith.CmpIPredicate, how)
+        return Integer(arith.cmpi(predicate, self, _constant(other, self.type)))
+
+    def at_most(self, other: ir.Value | int) -> Integer:
+        """The smaller of both, signed."""
+        return self._of(arith.minsi, other)
+
+    def at_least(self, other: ir.Value | int) -> Integer:
+        """The larger of both, signed."""
+        return self._of(arith.maxsi, other)
+
+    def select(self, on_true: ir.Value | int, on_false: ir.Value | int) -> Integer:
+        """Selects by a predicate; two ints have 32 bits."""
+        values = [x for x in (on_true, on_false) if not isinstance(x, int)]
+        kind = values[0].type if values else ir.IntegerType.get_signless(32)
+        return Integer(arith.select(self, _constant(on_true, kind), _constant(on_false, kind)))
+
+    def extended(self) -> Integer:
+        """Makes 0 or 1 of 32 bits of a predicate."""
+        return Integer(arith.extui(ir.IntegerType.get_signless(32), self))
+
+
+def _constant(value: ir.Value | int, kind: ir.Type) -> ir.Value:
+    return mgpu.c(value, kind) if isinstance(value, int) else value
+
+
+def i32(value: int) -> Integer:
     """Makes a constant of 32 bits."""
-    return mgpu.c(value, ir.IntegerType.get_signless(32))
+    return Integer(mgpu.c(value, ir.IntegerType.get_signless(32)))
+
+
+def bit(number: int) -> int:
+    """Returns 2**number as a signed integer of 32 bits."""
+    return 1 << number if number < 31 else -(1 << 31)
+
+
+def scalars(arrays: Iterable[mgpu.FragmentedArray]) -> list[Integer]:
+    """Takes the integers that all threads have from the arguments of inline code."""
+    return [Integer(x.registers.item()) for x in arrays]
 
 
 def f32(value: float) -> ir.Value:
@@ -24,9 +123,9 @@ def address(ref: ir.Value, index: ir.Value, bits: int = 32) -> ir.Value:
     return mgpu.utils.getelementptr(mgpu.utils.memref_ptr(ref), [index], element)
 
 
-def word(value: ir.Value) -> ir.Value:
+def word(value: ir.Value) -> Integer:
     """Reinterprets a value of 32 bits as an integer."""
-    return mgpu.utils.bitcast(value, ir.IntegerType.get_signless(32))
+    return Integer(mgpu.utils.bitcast(value, ir.IntegerType.get_signless(32)))
 
 
 def issue(ptx: str, *operands: ir.Value, **options: Any) -> Any:
@@ -34,14 +133,21 @@ def issue(ptx: str, *operands: ir.Value, **options: Any) -> Any:
     return mgpu.utils.inline_ptx(ptx, *operands, has_side_effects=True, **options)
 
 
-def issue_word(ptx: str, *operands: ir.Value, **options: Any) -> ir.Value:
+def issue_word(ptx: str, *operands: ir.Value, **options: Any) -> Integer:
     """Issues PTX like `issue`; returns its result of 32 bits."""
-    return issue(ptx, *operands, result_types=ir.IntegerType.get_signless(32), **options)
+    return Integer(issue(ptx, *operands, result_types=ir.IntegerType.get_signless(32), **options))
 
 
-def compute_word(ptx: str, *operands: ir.Value) -> ir.Value:
+def issue_words(ptx: str, count: int, *operands: ir.Value, **options: Any) -> list[Integer]:
+    """Issues PTX like `issue`; returns its `count` results of 32 bits."""
+    kinds = [ir.IntegerType.get_signless(32)] * count
+    return [Integer(x) for x in issue(ptx, *operands, result_types=kinds, **options)]
+
+
+def compute_word(ptx: str, *operands: ir.Value) -> Integer:
     """Computes 32 bits by PTX that LLVM may move or drop."""
-    return mgpu.utils.inline_ptx(ptx, *operands, result_types=ir.IntegerType.get_signless(32))
+    kind = ir.IntegerType.get_signless(32)
+    return Integer(mgpu.utils.inline_ptx(ptx, *operands, result_types=kind))
 
 
 def load_vector(address: ir.Value, width: int) -> list[ir.Value]:

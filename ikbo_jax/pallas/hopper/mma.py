@@ -5,7 +5,7 @@ zeroed while the tensor core waits. `wgmma` here overwrites the accumulator in t
 tile, and ends the last block early: K = 866 takes 55 instructions instead of 56.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Self
 
 import jax
@@ -365,7 +365,7 @@ class Group:
         return _as_array(self.registers, self.columns)
 
     def multiply(
-        self, a: list[ir.Value], b: ir.Value, *, transposes: str, scale: ir.Value | None = None
+        self, a: Sequence[ir.Value], b: ir.Value, *, transposes: str, scale: ir.Value | None = None
     ) -> None:
         """Issues one wgmma.mma_async of `a`, a descriptor or four registers.
 

@@ -11,7 +11,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 
-from ikbo_jax.pallas.hopper import mosaic, per_thread, stores
+from ikbo_jax.pallas.hopper import inline, mosaic, per_thread, stores
 from ikbo_jax.pallas.hopper.per_thread import FLOAT32, INT32, LAYOUT
 from ikbo_jax.problems.hopper import WARPGROUP_SIZE
 
@@ -91,12 +91,11 @@ class Rows(NamedTuple):
         def issue(_: Any, ref: ir.Value, *arrays: mgpu.FragmentedArray) -> None:
             row, vector, wanted, *words = arrays
             address = self._address(ref, row, vector)
-            values = list(map(per_thread.scalar, words))
-            zero = mgpu.c(0, ir.IntegerType.get_signless(32))
-            wanted = arith.cmpi(arith.CmpIPredicate.ne, per_thread.scalar(wanted), zero)
+            values, zero = list(map(per_thread.scalar, words)), inline.i32(0)
+            is_wanted = per_thread.scalar(wanted).differs(zero)
             for i in range(0, self.words, per_thread.VECTOR):
                 part = values[i : i + per_thread.VECTOR]
-                per_thread.store_words(address, part, wanted, 4 * i, streams=streams)
+                per_thread.store_words(address, part, is_wanted, 4 * i, streams=streams)
 
         issue(self.ref, row, vector, is_wanted.astype(jnp.int32), *words)
 
@@ -132,12 +131,12 @@ class Rows(NamedTuple):
 
 def unpacked(word: ir.Value, dtype: Any) -> list[ir.Value]:
     """Unpacks a word into f32 numbers, the lower half first."""
-    i32, f32 = ir.IntegerType.get_signless(32), ir.F32Type.get()
+    f32 = ir.F32Type.get()
     if dtype == jnp.float32:
         return [llvm.bitcast(f32, word)]
     if dtype == jnp.bfloat16:
-        low = arith.shli(word, mgpu.c(16, i32))
-        high = arith.andi(word, mgpu.c(-65536, i32))
+        low = arith.shli(word, inline.i32(16))
+        high = arith.andi(word, inline.i32(-65536))
         return [llvm.bitcast(f32, low), llvm.bitcast(f32, high)]
     return list(
         mgpu.utils.inline_ptx(

@@ -56,14 +56,13 @@ def restrict(
         arg_types=(plgpu.RefType(), per_thread.LAYOUT, scalar, scalar), return_type=per_thread.INT32
     )
     def compute(_: Any, ends: ir.Value, bits: Any, *scalars: Any) -> mgpu.FragmentedArray:
-        query, key = (x.registers.item() for x in scalars)
+        query, key = inline.scalars(scalars)
         thread = stores.late_thread_number()
         row, i32 = stores.thread_row(thread, 0), ir.IntegerType.get_signless(32)
-        column = arith.muli(arith.remui(thread, inline.i32(4)), inline.i32(2))
-        query = arith.addi(query, row if queries_are_rows else column)
-        key = arith.addi(key, column if queries_are_rows else row)
-        query = arith.addi(query, inline.i32(before))
-        address = stores.device_address(ends, [(query, 2)], 4)
+        column = thread % 4 * 2
+        query = query + (row if queries_are_rows else column)
+        key = key + (column if queries_are_rows else row)
+        address = stores.device_address(ends, [(query + before, 2)], 4)
         steps = [
             (8 * half, 8 * i + j) for i in range(columns // 8) for half in (0, 1) for j in (0, 1)
         ]
@@ -74,13 +73,12 @@ def restrict(
             if query_step not in found:
                 at = mgpu.utils.getelementptr(address, [inline.i32(2 * query_step)], i32)
                 begin, end = per_thread.load_words(at, 2)
-                found[query_step] = begin, arith.subi(end, begin)
+                found[query_step] = begin, end - begin
             begin, length = found[query_step]
-            distance = arith.subi(arith.addi(key, inline.i32(key_step)), begin)
-            inside = arith.cmpi(arith.CmpIPredicate.ult, distance, length)
-            kept = (_power(bit), 0) if part == RANGE else (0, _power(bit))
-            word = arith.ori(word, arith.select(inside, *(inline.i32(x) for x in kept)))
-        return per_thread.array(arith.andi(per_thread.scalar(bits), word), bits)
+            inside = (key + key_step - begin).compare("ult", length)
+            kept = (inline.bit(bit), 0) if part == RANGE else (0, inline.bit(bit))
+            word = word | inside.select(*kept)
+        return per_thread.array(per_thread.scalar(bits) & word, bits)
 
     return compute(ends, bits, query, key)
 
@@ -104,8 +102,7 @@ def keep(
         for i in range(found[0].size):
             pairs = [list(_elements(x.flat[i])) for x in found]
             for j in range(2):
-                bit = arith.andi(word, inline.i32(_power(begin // 2 + 2 * i + j)))
-                is_seen = arith.cmpi(arith.CmpIPredicate.ne, bit, inline.i32(0))
+                is_seen = (word & inline.bit(begin // 2 + 2 * i + j)).differs(0)
                 for pair, fill in zip(pairs, fills, strict=True):
                     pair[j] = arith.select(is_seen, pair[j], inline.f32(fill))
             for x, pair in zip(found, pairs, strict=True):
@@ -117,8 +114,3 @@ def keep(
 
 def _elements(pair: ir.Value) -> tuple[ir.Value, ir.Value]:
     return vector.extract(pair, [], [0]), vector.extract(pair, [], [1])
-
-
-def _power(bit: int) -> int:
-    """Returns 2**bit as a signed integer of 32 bits."""
-    return 1 << bit if bit < 31 else -(1 << 31)

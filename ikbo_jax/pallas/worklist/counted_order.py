@@ -23,9 +23,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith
 
-from ikbo_jax.pallas.hopper import mosaic, per_thread, stores
+from ikbo_jax.pallas.hopper import inline, mosaic, per_thread, stores
 from ikbo_jax.pallas.hopper.launch import WarpgroupContext, launch_threads
 from ikbo_jax.pallas.hopper.per_thread import VECTOR, Threads, same, select
 from ikbo_jax.pallas.worklist.scan import running_sums
@@ -370,8 +369,7 @@ def store_queries(
     def issue(_: Any, query: ir.Value, *arrays: mgpu.FragmentedArray) -> None:
         place, vector, wanted, *words = map(per_thread.scalar, arrays)
         address = stores.device_address(query, [(place, size), (vector, ELEMENTS)], 2)
-        zero = mgpu.c(0, ir.IntegerType.get_signless(32))
-        per_thread.store_words(address, words, arith.cmpi(arith.CmpIPredicate.ne, wanted, zero))
+        per_thread.store_words(address, words, wanted.differs(0))
 
     issue(query, place, vector, is_wanted.astype(jnp.int32), *words)
 
@@ -384,12 +382,6 @@ def _prefetch(query: Any, first: Any, line: jax.Array, is_wanted: jax.Array) -> 
     def issue(_: Any, query: ir.Value, *arrays: mgpu.FragmentedArray) -> None:
         first, line, wanted = map(per_thread.scalar, arrays)
         address = stores.device_address(query, [(first, size), (line, 64)], 2)
-        zero = mgpu.c(0, ir.IntegerType.get_signless(32))
-        mgpu.utils.inline_ptx(
-            "prefetch.global.L2 [$0];",
-            address,
-            predicate=arith.cmpi(arith.CmpIPredicate.ne, wanted, zero),
-            has_side_effects=True,
-        )
+        inline.issue("prefetch.global.L2 [$0];", address, predicate=wanted.differs(0))
 
     issue(query, per_thread.same(0) + first, line, is_wanted.astype(jnp.int32))
