@@ -159,7 +159,7 @@ class _Share:
         words = [zero] * pl.cdiv(len(others), warps.LANES)
         for element, (other, is_part) in enumerate(zip(others, is_inside, strict=True)):
             number, bit = divmod(element, warps.LANES)
-            is_found = (other - low).compare("ule", span)
+            is_found = (other - low).not_above(span)
             if is_part is not None:
                 is_found = is_found & is_part
             words[number] = words[number] | is_found.select(inline.bit(bit), zero)
@@ -175,7 +175,7 @@ class _Share:
             number, bit = divmod(element, warps.LANES)
             is_found = (words[number] & inline.bit(bit)).differs(zero)
             # Unsigned: candidates before the first one that is wanted have large numbers.
-            is_wanted = at.compare("ult", most)
+            is_wanted = at.below(most)
             candidate = self._candidate(inline.i32(element))
             warps.store_shared(listing, at, candidate, is_found & is_wanted)
             at = at + is_found.extended()

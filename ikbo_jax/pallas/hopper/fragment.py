@@ -176,11 +176,11 @@ def _round_to_24_bits(bits: Integer) -> Integer:
     Subtracting half of that range before truncation centres the error.
     """
     magnitude = bits & 0x7FFFFFFF
-    finite = magnitude.compare("ult", 0x7F7FFF00)
+    finite = magnitude.below(0x7F7FFF00)
     low = (bits >> 8) & 0xFF
     rounded = bits - low + 0x80
     # Bits below 0x100 would wrap: denormal numbers are truncated without rounding.
-    normal = magnitude.compare("ugt", 0x00800000)
+    normal = magnitude.above(0x00800000)
     return (finite & normal).select(rounded, bits)
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import functools
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -11,76 +12,49 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
 
+def _operator(operation: Any) -> Callable[[Any, ir.Value | int], Integer]:
+    """Makes a method of `Integer` of an operation on two values of the same type."""
+    return lambda self, other: Integer(operation(self, _constant(other, self.type)))
+
+
+def _comparison(predicate: arith.CmpIPredicate) -> Callable[[Any, ir.Value | int], Integer]:
+    return _operator(functools.partial(arith.cmpi, predicate))
+
+
 class Integer(ir.Value):
     """An integer of inline code, or a predicate, with Python's operators.
 
     The other operand is a value of the same type, or an int, which becomes a constant. Quotients,
-    remainders and right shifts are of unsigned integers, `<` and `>=` of signed ones.
+    remainders and right shifts are of unsigned integers, comparisons by operators of signed ones.
     """
 
     def __init__(self, value: ir.Value) -> None:
         super().__init__(value)
 
-    def _of(self, operation: Any, other: ir.Value | int) -> Integer:
-        return Integer(operation(self, _constant(other, self.type)))
-
-    def __add__(self, other: ir.Value | int) -> Integer:
-        return self._of(arith.addi, other)
-
-    def __sub__(self, other: ir.Value | int) -> Integer:
-        return self._of(arith.subi, other)
+    __add__ = _operator(arith.addi)
+    __sub__ = _operator(arith.subi)
+    __mul__ = _operator(arith.muli)
+    __floordiv__ = _operator(arith.divui)
+    __mod__ = _operator(arith.remui)
+    __and__ = _operator(arith.andi)
+    __or__ = _operator(arith.ori)
+    __xor__ = _operator(arith.xori)
+    __rshift__ = _operator(arith.shrui)
+    __lt__ = _comparison(arith.CmpIPredicate.slt)
+    __gt__ = _comparison(arith.CmpIPredicate.sgt)
+    __ge__ = _comparison(arith.CmpIPredicate.sge)
+    # Of unsigned integers: <, >, <=.
+    below = _comparison(arith.CmpIPredicate.ult)
+    above = _comparison(arith.CmpIPredicate.ugt)
+    not_above = _comparison(arith.CmpIPredicate.ule)
+    equals = _comparison(arith.CmpIPredicate.eq)
+    differs = _comparison(arith.CmpIPredicate.ne)
+    # The smaller of both, signed, and the larger.
+    at_most = _operator(arith.minsi)
+    at_least = _operator(arith.maxsi)
 
     def __rsub__(self, other: int) -> Integer:
         return Integer(arith.subi(_constant(other, self.type), self))
-
-    def __mul__(self, other: ir.Value | int) -> Integer:
-        return self._of(arith.muli, other)
-
-    def __floordiv__(self, other: ir.Value | int) -> Integer:
-        return self._of(arith.divui, other)
-
-    def __mod__(self, other: ir.Value | int) -> Integer:
-        return self._of(arith.remui, other)
-
-    def __and__(self, other: ir.Value | int) -> Integer:
-        return self._of(arith.andi, other)
-
-    def __or__(self, other: ir.Value | int) -> Integer:
-        return self._of(arith.ori, other)
-
-    def __xor__(self, other: ir.Value | int) -> Integer:
-        return self._of(arith.xori, other)
-
-    def __rshift__(self, other: ir.Value | int) -> Integer:
-        return self._of(arith.shrui, other)
-
-    def __lt__(self, other: ir.Value | int) -> Integer:
-        return self.compare("slt", other)
-
-    def __gt__(self, other: ir.Value | int) -> Integer:
-        return self.compare("sgt", other)
-
-    def __ge__(self, other: ir.Value | int) -> Integer:
-        return self.compare("sge", other)
-
-    def equals(self, other: ir.Value | int) -> Integer:
-        return self.compare("eq", other)
-
-    def differs(self, other: ir.Value | int) -> Integer:
-        return self.compare("ne", other)
-
-    def compare(self, how: str, other: ir.Value | int) -> Integer:
-        """Compares by a predicate of MLIR, such as "ult" for unsigned integers."""
-        predicate = getattr(arith.CmpIPredicate, how)
-        return Integer(arith.cmpi(predicate, self, _constant(other, self.type)))
-
-    def at_most(self, other: ir.Value | int) -> Integer:
-        """The smaller of both, signed."""
-        return self._of(arith.minsi, other)
-
-    def at_least(self, other: ir.Value | int) -> Integer:
-        """The larger of both, signed."""
-        return self._of(arith.maxsi, other)
 
     def select(self, on_true: ir.Value | int, on_false: ir.Value | int) -> Integer:
         """Selects by a predicate; two ints have 32 bits."""

@@ -75,7 +75,7 @@ def restrict(
                 begin, end = per_thread.load_words(at, 2)
                 found[query_step] = begin, end - begin
             begin, length = found[query_step]
-            inside = (key + key_step - begin).compare("ult", length)
+            inside = (key + key_step - begin).below(length)
             kept = (inline.bit(bit), 0) if part == RANGE else (0, inline.bit(bit))
             word = word | inside.select(*kept)
         return per_thread.array(per_thread.scalar(bits) & word, bits)

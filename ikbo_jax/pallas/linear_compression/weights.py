@@ -120,8 +120,8 @@ def _load_end(weight: Any, tiles: Any, region: Region, first_row: Any, first_k: 
             row, column = at // k - first_row, at % k - first_k
             number = row * of_row + _divided(column, elements)[0]
             is_copier = _divided(number, WARPGROUP_SIZE)[1].equals(thread)
-            is_mine = row.compare("ult", parts * rows)
-            is_mine = is_mine & column.compare("ult", region.blocks * BLOCK_K) & is_copier
+            is_mine = row.below(parts * rows)
+            is_mine = is_mine & column.below(region.blocks * BLOCK_K) & is_copier
             offset = is_mine.select(_offset(row, column, rows, region), 0)
             inline.issue(
                 "{ .reg .u16 x; @$2 ld.global.nc.u16 x, [$1]; @$2 st.shared.u16 [$0], x; }",
