@@ -253,11 +253,8 @@ def _saturated(x: jax.Array, slope: Any, offset: float) -> jax.Array:
     layout = plgpu.Layout.WGMMA
     factor = "$2" if factors else _immediate(slope)
 
-    @plgpu.inline_mgpu(
-        arg_types=(layout,) * (1 + len(factors)),
-        return_type=plgpu.ShapeDtypeStruct(x.shape, jnp.float32, layout=layout),
-    )
-    def evaluate(_: Any, *arrays: mgpu.FragmentedArray) -> mgpu.FragmentedArray:
+    @inline.code(x, *factors, returns=plgpu.ShapeDtypeStruct(x.shape, jnp.float32, layout=layout))
+    def evaluated(*arrays: mgpu.FragmentedArray) -> mgpu.FragmentedArray:
         f32 = ir.F32Type.get()
         pair = ir.VectorType.get((2,), f32)
         registers = np.empty_like(arrays[0].registers)
@@ -273,7 +270,7 @@ def _saturated(x: jax.Array, slope: Any, offset: float) -> jax.Array:
             registers[index] = vector.from_elements(pair, results)
         return inline.accumulator(registers)
 
-    return evaluate(x, *factors)
+    return evaluated
 
 
 @functools.cache

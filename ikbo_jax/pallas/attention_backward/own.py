@@ -17,7 +17,6 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
-from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, scf
 from jaxlib.mlir.dialects import math as mlir_math
@@ -106,10 +105,9 @@ def _add(ctx: WarpgroupContext) -> None:
     first = candidate * (shape.q_len * shape.kv_heads) + kv_head  # in units of `group` rows
     refs, tree = jax.tree.flatten((ctx.operands, ctx.outputs))
     numbers = part, is_pair, pair, first
-    types = (*(plgpu.RefType(),) * len(refs), *(per_thread.LAYOUT,) * len(numbers))
 
-    @plgpu.inline_mgpu(arg_types=types)
-    def add(_: Any, *arguments: Any) -> None:
+    @inline.code(*refs, *numbers)
+    def _(*arguments: Any) -> None:
         operands, outputs = jax.tree.unflatten(tree, arguments[: len(refs)])
         part, is_pair, pair, first = map(per_thread.scalar, arguments[len(refs) :])
         threads = _RowThreads(shape, operands, ctx.operands.query.dtype, part, is_pair)
@@ -132,8 +130,6 @@ def _add(ctx: WarpgroupContext) -> None:
             scf.yield_(sums)
         threads.store(outputs[1], pair, [*loop.results][:half])
         threads.store(outputs[2], pair, [*loop.results][half:])
-
-    add(*refs, *numbers)
 
 
 def _sums(factor: ir.Value, x: list[ir.Value], sums: list[ir.Value]) -> list[ir.Value]:

@@ -16,7 +16,6 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
-from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, scf, vector
 
@@ -110,8 +109,8 @@ def _add_queries(ctx: WarpgroupContext) -> None:
         poison,
     )
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * 2 + (per_thread.LAYOUT,) * len(numbers))
-    def add(_: Any, parts: ir.Value, output: ir.Value, *numbers: Any) -> None:
+    @inline.code(operands.d_query, ctx.outputs.d_query, *numbers)
+    def add(parts: ir.Value, output: ir.Value, *numbers: Any) -> None:
         is_wanted, row, column, kv_head, target, count, poison = map(per_thread.scalar, numbers)
         width = shape.head_dim
         terms = [(kv_head, rows * width), (target, width), (column, VECTOR)]
@@ -120,8 +119,6 @@ def _add_queries(ctx: WarpgroupContext) -> None:
         added, scale = mgpu.utils.bitcast(poison, ir.F32Type.get()), inline.f32(shape.scale)
         total = [arith.addf(arith.mulf(x, scale), added) for x in total]
         store(output, [(row, width), (column, VECTOR)], total, is_wanted)
-
-    add(operands.d_query, ctx.outputs.d_query, *numbers)
 
 
 def _add_keys(ctx: WarpgroupContext) -> None:
@@ -132,18 +129,14 @@ def _add_keys(ctx: WarpgroupContext) -> None:
     numbers = (number < most).astype(jnp.int32), user, at
     count = len(ctx.operands.gradients)
 
-    @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(),) * (2 * count) + (per_thread.LAYOUT,) * len(numbers)
-    )
-    def add(_: Any, *arguments: Any) -> None:
+    @inline.code(*ctx.operands.gradients, *ctx.outputs.gradients, *numbers)
+    def _(*arguments: Any) -> None:
         is_wanted, user, at = map(per_thread.scalar, arguments[2 * count :])
         size = shape.vectors * VECTOR
         for parts, output in zip(arguments[:count], arguments[count:], strict=False):
             terms = [(user, sizes.splits * size), (at, VECTOR)]
             total = _sum(stores.device_address(parts, terms, 4), size * 4, sizes.splits)
             store(output, [(user, size), (at, VECTOR)], total, is_wanted)
-
-    add(*ctx.operands.gradients, *ctx.outputs.gradients, *numbers)
 
 
 def _sum(first: ir.Value, stride: int, parts: int, count: Integer | None = None) -> list[ir.Value]:

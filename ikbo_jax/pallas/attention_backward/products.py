@@ -44,14 +44,14 @@ def sum_over_keys(keys: Any, d_scores: Any, column_block: Any, rows: Any) -> Any
 
     _, blocks, key_rows, _ = keys.shape
     _, block, _ = d_scores.shape
-    operand = plgpu.RefType(mosaic.operand_transforms(keys.dtype))
-    scalar = plgpu.Layout.WG_SPLAT(())
 
-    @plgpu.inline_mgpu(
-        arg_types=(operand, operand, scalar, scalar), return_type=mma.accumulator_type(count)
+    @inline.code(
+        *(mosaic.operand(keys), mosaic.operand(d_scores), column_block, begin),
+        returns=mma.accumulator_type(count),
     )
-    def issue(_: Any, keys: ir.Value, d_scores: ir.Value, *scalars: Any) -> mgpu.FragmentedArray:
-        column_block, begin = inline.scalars(scalars)
+    def issued(
+        keys: ir.Value, d_scores: ir.Value, column_block: Integer, begin: Integer
+    ) -> mgpu.FragmentedArray:
         key_base = _offset(mma.descriptor(keys), column_block, key_rows * mosaic.SWIZZLE)
         d_scores_base = _offset(mma.descriptor(d_scores), begin, mosaic.SWIZZLE)
         with mma.Group(keys, count) as group:
@@ -64,7 +64,7 @@ def sum_over_keys(keys: Any, d_scores: Any, column_block: Any, rows: Any) -> Any
                     group.multiply([a], b, transposes="1, 0")
         return group.result
 
-    return issue(keys, d_scores, column_block, begin)
+    return issued
 
 
 def sum_over_blocks(

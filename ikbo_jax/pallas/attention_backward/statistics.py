@@ -270,11 +270,10 @@ def _store(ctx: WarpgroupContext) -> None:
     refs, tree = jax.tree.flatten((ctx.operands.inputs, ctx.outputs.statistics, ctx.outputs.packed))
     rows = _rows(ctx)
     arrays = (rows.number, rows.is_row.astype(jnp.int32), *rows[2:])
-    layouts = (per_thread.LAYOUT,) * len(arrays)
     kv_heads = ctx.shape.kv_heads
 
-    @plgpu.inline_mgpu(arg_types=(*(plgpu.RefType(),) * len(refs), *layouts))
-    def store(_: Any, *arguments: Any) -> None:
+    @inline.code(*refs, *arrays)
+    def _(*arguments: Any) -> None:
         memory, numbers = arguments[: len(refs)], arguments[len(refs) :]
         found, output, packed = jax.tree.unflatten(tree, memory)
         row, is_row, kv_head, target, poison, packed_row = map(per_thread.scalar, numbers)
@@ -308,8 +307,6 @@ def _store(ctx: WarpgroupContext) -> None:
                 value,
                 predicate=is_first,
             )
-
-    store(*refs, *arrays)
 
 
 def load_number(array: ir.Value, row: ir.Value) -> ir.Value:

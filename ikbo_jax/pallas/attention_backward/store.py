@@ -14,6 +14,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import vector
 
 from ikbo_jax.pallas.hopper import inline, mosaic, stores
+from ikbo_jax.pallas.hopper.inline import Integer
 from ikbo_jax.pallas.hopper.stores import digits
 from ikbo_jax.problems.attention_backward import SUM_COLUMNS
 
@@ -24,10 +25,8 @@ def stage_transposed(tile: Any, values: jax.Array) -> None:
         tile[...] = values.T
         return
 
-    @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(mosaic.operand_transforms(tile.dtype)), plgpu.Layout.WGMMA)
-    )
-    def write(_: Any, tile: ir.Value, values: mgpu.FragmentedArray) -> None:
+    @inline.code(mosaic.operand(tile), values)
+    def _(tile: ir.Value, values: mgpu.FragmentedArray) -> None:
         words = [inline.word(pair) for pair in values.registers.flat]
         row_of_8, lower, beside, warp = digits(stores.thread_number(), (8, 2, 2, 4))
         # A warp's stmatrix transposes and stores four 8 x 8 matrices; each lane provides the
@@ -43,8 +42,6 @@ def stage_transposed(tile: Any, values: jax.Array) -> None:
                 *words[4 * step : 4 * step + 4],
                 convergent=True,
             )
-
-    write(tile, values)
 
 
 def stage_sums(tiles: Any, values: jax.Array, column_block: Any, begin: Any) -> None:
@@ -68,13 +65,12 @@ def stage_sums(tiles: Any, values: jax.Array, column_block: Any, begin: Any) -> 
         return
 
     swizzle: Any = plgpu.SwizzleTransform
-    scalar = plgpu.Layout.WG_SPLAT(())
+    swizzled = inline.Typed(tiles, plgpu.RefType((swizzle(mosaic.SWIZZLE),)))
 
-    @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType((swizzle(mosaic.SWIZZLE),)), plgpu.Layout.WGMMA, scalar, scalar)
-    )
-    def write(_: Any, tiles: ir.Value, values: mgpu.FragmentedArray, *scalars: Any) -> None:
-        column_block, begin = inline.scalars(scalars)
+    @inline.code(swizzled, values, column_block, begin)
+    def write(
+        tiles: ir.Value, values: mgpu.FragmentedArray, column_block: Integer, begin: Integer
+    ) -> None:
         pair, low, high, odd, upper = digits(stores.thread_number(), (4, 4, 2, 2, 2))
         part = column_block * 2 + upper
         row = begin + pair * 2
@@ -93,8 +89,6 @@ def stage_sums(tiles: Any, values: jax.Array, column_block: Any, begin: Any) -> 
                         f"st.shared.f32 [$0 + {immediate}], $1;", address, value, predicate=is_part
                     )
 
-    write(tiles, values, column_block, begin)
-
 
 def fill_from(values: Any, begin: Any, fill: float) -> None:
     """values[begin:] = fill for an array [at most 128] f32 in shared memory."""
@@ -107,15 +101,13 @@ def fill_from(values: Any, begin: Any, fill: float) -> None:
 
         return
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.Layout.WG_SPLAT(())))
-    def write(_: Any, values: ir.Value, begin: mgpu.FragmentedArray) -> None:
+    @inline.code(values, begin)
+    def _(values: ir.Value, begin: Integer) -> None:
         f32 = ir.F32Type.get()
         thread = stores.thread_number()
         inline.issue(
             "st.shared.f32 [$0], $1;",
             mgpu.utils.getelementptr(mgpu.utils.memref_ptr(values), [thread], f32),
             inline.f32(fill),
-            predicate=stores.within(thread, begin.registers.item(), inline.i32(count)),
+            predicate=stores.within(thread, begin, inline.i32(count)),
         )
-
-    write(values, begin)

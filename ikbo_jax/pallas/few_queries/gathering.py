@@ -28,7 +28,6 @@ from ikbo_jax.problems.hopper import BLOCK_K, WGMMA_M, column_blocks
 _VECTOR, _BLOCK_VECTORS = 8, BLOCK_K // 8
 #: Rows that the warps copy at once, and how often in one iteration of the loop over rows.
 _STEP_ROWS, _UNROLLED = GATHERING_WARPS * warps.LANES // _BLOCK_VECTORS, 3
-_SCALAR = plgpu.Layout.WG_SPLAT(())
 #: A lane's copies are complete, and the tensor core sees them.
 _FINISH = "cp.async.wait_all; fence.proxy.async.shared::cta;"
 
@@ -95,33 +94,24 @@ def _load(ctx: Any, rows: Any, head: Any, tiles: Any) -> None:
     """Copies an item's queries, of `rows` rows from `head` on, to its slot, and waits for them."""
     height = ctx.tiles * WGMMA_M
 
-    @plgpu.inline_mgpu(
-        arg_types=(
-            *(plgpu.RefType(), plgpu.RefType()),
-            plgpu.RefType(mosaic.operand_transforms(tiles.dtype)),
-            *(_SCALAR,) * 3,
-        )
-    )
-    def copy(_: Any, query: ir.Value, table: ir.Value, tiles: ir.Value, *scalars: Any) -> None:
-        step, rows, head = inline.scalars(scalars)
-        # The producer's warp is the warpgroup's first one.
-        thread = stores.thread_number() - warps.LANES
-        first = thread // _BLOCK_VECTORS + step * (_UNROLLED * _STEP_ROWS)
-        vector = thread % _BLOCK_VECTORS
-        places = [first + i * _STEP_ROWS for i in range(_UNROLLED)]
-        sources = [_source(ctx, query, table, place, rows, head, vector) for place in places]
-        for place, source in zip(places, sources, strict=True):
-            _copy_row(ctx, source, tiles, place, vector, place < height)
-
     @pl.loop(jnp.int32(0), jnp.int32(pl.cdiv(height, _UNROLLED * _STEP_ROWS)))
     def _(step: Any) -> None:
-        copy(ctx.operands.query, ctx.shared.listing, tiles, step, rows, head)
+        @inline.code(
+            *(ctx.operands.query, ctx.shared.listing, mosaic.operand(tiles), step, rows, head)
+        )
+        def _(query: Any, table: Any, tiles: Any, step: Integer, rows: Any, head: Any) -> None:
+            # The producer's warp is the warpgroup's first one.
+            thread = stores.thread_number() - warps.LANES
+            first = thread // _BLOCK_VECTORS + step * (_UNROLLED * _STEP_ROWS)
+            vector = thread % _BLOCK_VECTORS
+            places = [first + i * _STEP_ROWS for i in range(_UNROLLED)]
+            sources = [_source(ctx, query, table, place, rows, head, vector) for place in places]
+            for place, source in zip(places, sources, strict=True):
+                _copy_row(ctx, source, tiles, place, vector, place < height)
 
-    @plgpu.inline_mgpu()
-    def finish(_: Any) -> None:
+    @inline.code()
+    def _() -> None:
         inline.issue(_FINISH)
-
-    finish()
 
 
 def _source(

@@ -32,7 +32,6 @@ from ikbo_jax.problems.hopper import NUM_CONSUMERS, WARPGROUP_SIZE
 BARRIER = turns.TURN_BARRIER + NUM_CONSUMERS + 1
 #: Candidates whose users a thread loads at once, 16 bytes, and the threads that load them.
 PART, THREADS = 4, LISTING_WARPS * warps.LANES
-_SCALAR = plgpu.Layout.WG_SPLAT(())
 #: Bytes of a line of L2, and most lines of a candidate's queries that are loaded ahead.
 _LINE, _MOST_LINES = 128, 16
 
@@ -71,20 +70,14 @@ def _find(ctx: Any, index: Any, listing: Any, user: Any, rank: Any, head: Any) -
     shape = ctx.shape
     of_queries = () if head is None else (ctx.operands.query, head)
 
-    @plgpu.inline_mgpu(
-        arg_types=(
-            *(plgpu.RefType(), plgpu.RefType(), _SCALAR, _SCALAR, _SCALAR),
-            *(plgpu.RefType(), _SCALAR)[: len(of_queries)],
-        )
-    )
-    def search(_: Any, index: ir.Value, listing: ir.Value, *rest: Any) -> None:
-        consumer, user, rank = inline.scalars(rest[:3])
+    @inline.code(index, listing, ctx.consumer, user, rank, *of_queries)
+    def _(index: Any, listing: Any, consumer: Integer, user: Any, rank: Any, *rest: Any) -> None:
         thread = thread_of(consumer)
         warp = thread // warps.LANES
         share = _Share(shape.batch, thread)
         words = share.find(index, user, shape.users)
         if of_queries:
-            query, (head,) = rest[3], inline.scalars(rest[4:])
+            query, head = rest
             for number, word in enumerate(words):
                 share.prefetch(query, number, word, head, shape)
         count = inline.i32(0)
@@ -98,8 +91,6 @@ def _find(ctx: Any, index: Any, listing: Any, user: Any, rank: Any, head: Any) -
             of_warp = warps.load_shared(listing, inline.i32(LISTED + number))
             before = before + (warp > number).select(of_warp, 0)
         share.write(listing, words, before, shape.listed)
-
-    search(index, listing, ctx.consumer, user, rank, *of_queries)
 
 
 def thread_of(consumer: Integer) -> Integer:

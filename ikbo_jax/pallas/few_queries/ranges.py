@@ -17,7 +17,7 @@ from ikbo_jax.pallas.few_queries.context import Context, Item, Part, Place
 from ikbo_jax.pallas.hopper import inline, per_thread, stores, warps
 from ikbo_jax.pallas.hopper.inline import Integer
 from ikbo_jax.pallas.hopper.visible import Visible
-from ikbo_jax.pallas.worklist.search import INTEGER, SCALAR, splat
+from ikbo_jax.pallas.worklist.search import INTEGER
 from ikbo_jax.problems.hopper import WGMMA_M
 
 #: More than any number of keys.
@@ -55,12 +55,8 @@ def bounds(ctx: Context, place: Place, target: Any, count: Any, length: Any) -> 
         )
     tables = _tables(ctx)
 
-    @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(), SCALAR, SCALAR, SCALAR, *(plgpu.RefType() for _ in tables)),
-        return_type=(INTEGER,) * 4,
-    )
-    def reduce(_: Any, ranges: ir.Value, *rest: Any) -> Any:
-        first, count, length = inline.scalars(rest[:3])
+    @inline.code(ctx.operands.ranges, first, count, length, *tables, returns=(INTEGER,) * 4)
+    def reduced(ranges: Any, first: Integer, count: Any, length: Any, *tables: Any) -> Any:
         q_len, zero, most = (inline.i32(x) for x in (shape.q_len, 0, MOST))
         number = first // q_len
         # The number after the last row's; the first row's without rows.
@@ -70,18 +66,16 @@ def bounds(ctx: Context, place: Place, target: Any, count: Any, length: Any) -> 
         for i in range(0, min(shape.item_rows, shape.item_rows // shape.q_len + 2), warps.LANES):
             place = number + (warps.lane() + i)
             is_row = place < last
-            loaded = _load(ctx, ranges, place, rest[3:])
+            loaded = _load(ctx, ranges, place, tables)
             begin, end = (x.at_least(zero).at_most(length) for x in loaded)
             sees = begin < end
             seen = sees.select(begin, most), sees.select(end, zero)
             for j, (k, kind, neutral) in enumerate(_BOUNDS):
                 value = is_row.select(seen[k], neutral)
                 found[j] = found[j].at_most(value) if kind == "min" else found[j].at_least(value)
-        return tuple(
-            splat(warps.reduced(x, kind)) for x, (_, kind, _) in zip(found, _BOUNDS, strict=True)
-        )
+        return tuple(warps.reduced(x, kind) for x, (_, kind, _) in zip(found, _BOUNDS, strict=True))
 
-    return Bounds(*reduce(ctx.operands.ranges, first, count, length, *tables))
+    return Bounds(*reduced)
 
 
 def keep_visible(
@@ -111,19 +105,16 @@ def _of_rows(ctx: Context, part: Part) -> tuple[jax.Array, jax.Array]:
     tables = _tables(ctx)
     rows = plgpu.ShapeDtypeStruct((WGMMA_M,), jnp.int32, layout=stores.ROW_LAYOUT)
 
-    @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(), SCALAR, *(plgpu.RefType() for _ in tables)),
-        return_type=(rows, rows),
-    )
-    def load(_: Any, ranges: ir.Value, first: Any, *tables: ir.Value) -> Any:
+    @inline.code(ctx.operands.ranges, first, *tables, returns=(rows, rows))
+    def loaded(ranges: ir.Value, first: Integer, *tables: ir.Value) -> Any:
         thread, halves = stores.thread_number(), []
         for half in (0, 1):
             row = stores.thread_row(thread, half) % shape.head_rows
-            number = (Integer(first.registers.item()) + row) // shape.q_len
+            number = (first + row) // shape.q_len
             halves.append(_load(ctx, ranges, number, tables))
         return tuple(stores.row_array(list(words)) for words in zip(*halves, strict=True))
 
-    return load(ctx.operands.ranges, first, *tables)
+    return loaded
 
 
 def _tables(ctx: Context) -> tuple[Any, ...]:

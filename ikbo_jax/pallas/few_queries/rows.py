@@ -14,8 +14,6 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental.mosaic import gpu as mgpu
-from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 
 from ikbo_jax.pallas.few_queries import user_table
@@ -25,10 +23,8 @@ from ikbo_jax.pallas.hopper.inline import Integer
 from ikbo_jax.pallas.hopper.warps import LANES, ballot, from_lane, lane, lowest_bit, total
 from ikbo_jax.pallas.worklist.search import (
     INTEGER,
-    SCALAR,
     count_at_most,
     end_of_run,
-    splat,
     user_at,
 )
 
@@ -59,11 +55,11 @@ def candidates(cand_to_user: Any, user: Any, users: int) -> tuple[Any, Any]:
     if batch <= MOST_COUNTED:
         return _counts(cand_to_user, user, users)
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SCALAR), return_type=(INTEGER, INTEGER))
-    def search(_: Any, index: ir.Value, user: mgpu.FragmentedArray) -> Any:
+    @inline.code(cand_to_user, user, returns=(INTEGER, INTEGER))
+    def found(index: ir.Value, user: Integer) -> Any:
         thread_lane, low, step = lane(), inline.i32(0), 1
         half, part = thread_lane // HALF, thread_lane % HALF + 1
-        bound = Integer(user.registers.item()) + half
+        bound = user + half
         while step * HALF * EACH < batch:
             step *= HALF * EACH
         while step:
@@ -81,34 +77,33 @@ def candidates(cand_to_user: Any, user: Any, users: int) -> tuple[Any, Any]:
             low = low + passed * step
             step //= HALF * EACH
         low = low.at_most(batch)
-        return splat(from_lane(low, 0)), splat(from_lane(low, HALF))
+        return from_lane(low, 0), from_lane(low, HALF)
 
-    return search(cand_to_user, user)
+    return found
 
 
 def _counts(cand_to_user: Any, user: Any, users: int) -> tuple[Any, Any]:
     """Counts the candidates with users below `user`, and with users up to `user`."""
     batch = cand_to_user.shape[0]
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SCALAR), return_type=(INTEGER, INTEGER))
-    def count(_: Any, index: ir.Value, user: mgpu.FragmentedArray) -> Any:
+    @inline.code(cand_to_user, user, returns=(INTEGER, INTEGER))
+    def counted(index: ir.Value, user: Integer) -> Any:
         places = [lane() + i for i in range(0, batch, LANES)]
         # All loads are issued before the first one is waited for.
         others = [user_at(index, place, batch, users) for place in places]
-        first = Integer(user.registers.item())
-        second = first + 1
+        following = user + 1
         # Both counts in one word, so that the lanes add them at once.
         both = inline.i32(0)
         for i, (place, other) in enumerate(zip(places, others, strict=True)):
-            for bound, shift in ((first, 0), (second, 16)):
+            for bound, shift in ((user, 0), (following, 16)):
                 is_below = other < bound
                 if (i + 1) * LANES > batch:
                     is_below = is_below & (place < batch)
                 both = both + is_below.select(1 << shift, 0)
         both = total(both)
-        return tuple(splat(x) for x in (both & 0xFFFF, both >> 16))
+        return both & 0xFFFF, both >> 16
 
-    return count(cand_to_user, user)
+    return counted
 
 
 class Extent(NamedTuple):

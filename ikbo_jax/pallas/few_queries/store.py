@@ -128,18 +128,15 @@ def _store_from_registers(
     _, heads, *widths = output.shape
     width = widths[0] if widths else 1
     is_f32 = output.dtype == jnp.float32
-    scalar = plgpu.Layout.WG_SPLAT(())
-    layout: Any = plgpu.Layout.WGMMA if widths else ROW_LAYOUT
     tables = (ctx.shared.listing,) if shape.listed else ()
     if order is not None:
         tables = order.tables
 
-    @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(), layout, *(scalar,) * 5, *(plgpu.RefType() for _ in tables))
+    @inline.code(
+        output, values, part.target, part.rows, head, part.offset, jnp.int32(column), *tables
     )
-    def write(_: Any, output: ir.Value, values: Any, *rest: Any) -> None:
-        target, rows, head, offset, column = inline.scalars(rest[:5])
-        table = rest[5:]
+    def write(output: ir.Value, values: Any, *rest: Any) -> None:
+        target, rows, head, offset, column, *table = rest
         thread = stores.thread_number()
         held = stores.HeldRows(values, thread, is_f32=is_f32)
         for half in (0, 1):
@@ -155,8 +152,6 @@ def _store_from_registers(
             if widths:
                 terms.append((column, 1))
             held.store(output, half, terms, is_wanted, begin=begin)
-
-    write(output, values, part.target, part.rows, head, part.offset, jnp.int32(column), *tables)
 
 
 def _address(memory: ir.Value, thread: Integer, number: int) -> ir.Value:
@@ -180,8 +175,8 @@ def give(ctx: Any, acc: jax.Array, maximum: jax.Array, sums: jax.Array) -> None:
         shared.exchange[count - 1] = jnp.broadcast_to(words[:, None], vectors)
         return
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.Layout.WGMMA, ROW_LAYOUT, ROW_LAYOUT))
-    def store(_: Any, memory: ir.Value, acc: Any, maximum: Any, sums: Any) -> None:
+    @inline.code(shared.exchange, acc, maximum, sums)
+    def _(memory: ir.Value, acc: Any, maximum: Any, sums: Any) -> None:
         words = [
             vector.extract(register, [], [i])
             for array, width in ((acc, 2), (maximum, 1), (sums, 1))
@@ -196,8 +191,6 @@ def give(ctx: Any, acc: jax.Array, maximum: jax.Array, sums: jax.Array) -> None:
                 *words[number * _VECTOR : (number + 1) * _VECTOR],
             )
 
-    store(shared.exchange, acc, maximum, sums)
-
 
 def take_statistics(ctx: Any) -> tuple[jax.Array, jax.Array]:
     """Reads maximum [64] and sums [64], f32, that the other consumer wrote."""
@@ -208,12 +201,12 @@ def take_statistics(ctx: Any) -> tuple[jax.Array, jax.Array]:
         return words[:WGMMA_M], words[WGMMA_M:]
     row = plgpu.ShapeDtypeStruct((WGMMA_M,), jnp.float32, layout=ROW_LAYOUT)
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=(row, row))
-    def read(_: Any, memory: ir.Value) -> Any:
+    @inline.code(shared.exchange, returns=(row, row))
+    def read(memory: ir.Value) -> Any:
         words = _load(_address(memory, stores.thread_number(), last_vector))
         return stores.row_array(words[:2]), stores.row_array(words[2:])
 
-    return read(shared.exchange)
+    return read
 
 
 def take_sum(ctx: Any, acc: jax.Array, factor: jax.Array, factor2: jax.Array) -> jax.Array:
@@ -226,11 +219,11 @@ def take_sum(ctx: Any, acc: jax.Array, factor: jax.Array, factor2: jax.Array) ->
         words = lax.bitcast_convert_type(words, jnp.float32)
         return acc * factor[:, None] + words.reshape(acc.shape) * factor2[:, None]
 
-    @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(), plgpu.Layout.WGMMA, ROW_LAYOUT, ROW_LAYOUT),
-        return_type=plgpu.ShapeDtypeStruct(acc.shape, jnp.float32, layout=plgpu.Layout.WGMMA),
+    @inline.code(
+        *(ctx.shared.exchange, acc, factor, factor2),
+        returns=plgpu.ShapeDtypeStruct(acc.shape, jnp.float32, layout=plgpu.Layout.WGMMA),
     )
-    def add(_: Any, memory: ir.Value, acc: Any, *factors: Any) -> Any:
+    def added(memory: ir.Value, acc: Any, *factors: Any) -> Any:
         thread = stores.thread_number()
         pair = ir.VectorType.get((2,), ir.F32Type.get())
         # A thread's pairs of columns alternate between its two rows.
@@ -250,4 +243,4 @@ def take_sum(ctx: Any, acc: jax.Array, factor: jax.Array, factor2: jax.Array) ->
                 registers.flat[2 * number + row] = vector.from_elements(pair, sums)
         return inline.accumulator(registers)
 
-    return add(ctx.shared.exchange, acc, factor, factor2)
+    return added

@@ -26,7 +26,7 @@ from jaxlib.mlir.dialects import scf
 from ikbo_jax.pallas.few_queries import listing
 from ikbo_jax.pallas.hopper import inline, turns, warps
 from ikbo_jax.pallas.hopper.inline import Integer
-from ikbo_jax.pallas.worklist.search import SCALAR, clamped, user_at
+from ikbo_jax.pallas.worklist.search import clamped, user_at
 from ikbo_jax.problems.few_queries import LISTING_WARPS
 
 #: The lower half of a word.
@@ -113,14 +113,10 @@ def _fill_at_once(ctx: Any) -> None:
 def _fill(ctx: Any) -> None:
     shape, operands = ctx.shape, ctx.operands
     lengths = () if operands.lengths is None else (operands.lengths,)
-    refs = (plgpu.RefType(),) * (2 + len(lengths))
 
-    @plgpu.inline_mgpu(arg_types=(*refs, SCALAR))
-    def write(_: Any, index: ir.Value, words: ir.Value, *rest: Any) -> None:
-        thread = listing.thread_of(*inline.scalars(rest[-1:]))
-        _write(shape, thread, words, index, rest[0] if lengths else None)
-
-    write(operands.cand_to_user, ctx.shared.table, *lengths, ctx.consumer)
+    @inline.code(operands.cand_to_user, ctx.shared.table, ctx.consumer, *lengths)
+    def _(index: ir.Value, words: ir.Value, consumer: Integer, lengths: Any = None) -> None:
+        _write(shape, listing.thread_of(consumer), words, index, lengths)
 
 
 def _write(shape: Any, thread: Integer, words: ir.Value, index: ir.Value, lengths: Any) -> None:

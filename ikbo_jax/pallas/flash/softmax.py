@@ -163,14 +163,12 @@ def flag_rows(
 
         return
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.Layout.WG_SPLAT(()), ROW_LAYOUT))
-    def write(_: Any, flags: ir.Value, index: Any, is_good: mgpu.FragmentedArray) -> None:
+    @inline.code(flags, index, is_good.astype(jnp.int32))
+    def _(flags: ir.Value, index: Integer, is_good: mgpu.FragmentedArray) -> None:
         i32 = ir.IntegerType.get_signless(32)
         first, second = (Integer(vector.extract(r, [], [0])) for r in is_good.registers.flat)
         bad = (first & second).equals(0)
         base = mgpu.utils.memref_ptr(flags)
-        for at in (index.registers.item(), inline.i32(0)):
+        for at in (index, inline.i32(0)):
             address = mgpu.utils.getelementptr(base, [at], i32)
             inline.issue("st.shared.b32 [$0], $1;", address, inline.i32(1), predicate=bad)
-
-    write(flags, index, is_good.astype(jnp.int32))

@@ -94,16 +94,14 @@ def load(memory: Fragment, columns: int) -> Fragment:
     if mosaic.is_interpreted():
         return Fragment(memory.upper[...], memory.lower[...])
 
-    @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(), plgpu.RefType()), return_type=register_types(columns)
-    )
-    def issue(_: Any, upper: ir.Value, lower: ir.Value) -> Any:
+    @inline.code(*memory, returns=register_types(columns))
+    def issued(upper: ir.Value, lower: ir.Value) -> Any:
         return (
             upper_in_registers(_load_words(upper, columns // 16, 4), columns),
             lower_in_registers(_load_words(lower, columns // 16, 2), columns),
         )
 
-    return Fragment(*issue(*memory))
+    return Fragment(*issued)
 
 
 def register_types(columns: int) -> tuple[Any, Any]:
@@ -142,13 +140,11 @@ def store(memory: Fragment, value: jax.Array) -> None:
         memory.lower[...] = jnp.zeros_like(value)
         return
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), plgpu.Layout.WGMMA))
-    def write(_: Any, upper: ir.Value, lower: ir.Value, array: mgpu.FragmentedArray) -> None:
+    @inline.code(*memory, value)
+    def _(upper: ir.Value, lower: ir.Value, array: mgpu.FragmentedArray) -> None:
         uppers, lowers = words_of(array)
         _store_words(upper, uppers, 4)
         _store_words(lower, lowers, 2)
-
-    write(*memory, value)
 
 
 def words_of(array: mgpu.FragmentedArray) -> tuple[list[ir.Value], list[ir.Value]]:
@@ -189,13 +185,11 @@ def add(acc: jax.Array, fragment: Fragment) -> jax.Array:
     if mosaic.is_interpreted():
         return acc + fragment.upper
 
-    columns = acc.shape[1]
-
-    @plgpu.inline_mgpu(
-        arg_types=(plgpu.Layout.WGMMA, plgpu.Layout.WGMMA, _lower_layout(columns)),
-        return_type=plgpu.ShapeDtypeStruct(acc.shape, jnp.float32, layout=plgpu.Layout.WGMMA),
+    @inline.code(
+        *(acc, *fragment),
+        returns=plgpu.ShapeDtypeStruct(acc.shape, jnp.float32, layout=plgpu.Layout.WGMMA),
     )
-    def sums(_: Any, acc: Any, upper: Any, lower: Any) -> Any:
+    def sums(acc: Any, upper: Any, lower: Any) -> Any:
         f32 = ir.F32Type.get()
         lowers = [vector.extract(r, [], [0]) for r in lower.registers.flat]
         registers = acc.registers.copy()
@@ -215,4 +209,4 @@ def add(acc: jax.Array, fragment: Fragment) -> jax.Array:
             registers.flat[r] = vector.from_elements(ir.VectorType.get((2,), f32), pair_sum)
         return inline.accumulator(registers)
 
-    return sums(acc, *fragment)
+    return sums

@@ -59,15 +59,15 @@ def look_up(index: Any, first: Any, count: int, *, of_row: int, coarser_rows: in
 
     layout = _numbers_layout(count)
 
-    @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(), plgpu.Layout.WG_SPLAT(())),
-        return_type=plgpu.ShapeDtypeStruct((count * WARPGROUP_SIZE,), jnp.int32, layout=layout),
+    @inline.code(
+        *(index, first),
+        returns=plgpu.ShapeDtypeStruct((count * WARPGROUP_SIZE,), jnp.int32, layout=layout),
     )
-    def read(_: Any, index: ir.Value, first: mgpu.FragmentedArray) -> mgpu.FragmentedArray:
+    def read(index: ir.Value, first: Integer) -> mgpu.FragmentedArray:
         i32 = ir.IntegerType.get_signless(32)
         one = ir.VectorType.get((1,), i32)
         base = fragment.device_pointer(index)
-        granule = Integer(first.registers.item()) + _warp()
+        granule = first + _warp()
         result = mgpu.FragmentedArray.splat(
             inline.i32(0), (count * WARPGROUP_SIZE,), layout.to_mgpu(), is_signed=True
         )
@@ -80,7 +80,7 @@ def look_up(index: Any, first: Any, count: int, *, of_row: int, coarser_rows: in
             registers.flat[i] = vector.from_elements(one, [user])
         return mgpu.FragmentedArray(_registers=registers, _layout=layout.to_mgpu(), _is_signed=True)
 
-    return read(index, first)
+    return read
 
 
 def load(
@@ -95,31 +95,26 @@ def load(
 
         return tuple(Fragment(*(part(plane, i) for plane in memory)) for i in range(count))
 
-    scalar = plgpu.Layout.WG_SPLAT(())
     types = fragment.register_types(columns)
 
-    @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(), plgpu.RefType(), _numbers_layout(count), scalar),
-        return_type=tuple(types) * count,
-    )
-    def issue(_: Any, upper: ir.Value, lower: ir.Value, numbers: Any, begin: Any) -> Any:
-        parts = []
+    @inline.code(*memory, numbers, begin, returns=tuple(types) * count)
+    def parts(upper: ir.Value, lower: ir.Value, numbers: Any, begin: Integer) -> Any:
+        found = []
         for register in numbers.registers.flat:
             number = vector.extract(register, [], [0])
             uppers, lowers = (
                 fragment.load_words(
-                    _address(plane, number, Integer(begin.registers.item()), width),
+                    _address(plane, number, begin, width),
                     columns // 16,
                     width,
                     WARP_SIZE,
                 )
                 for plane, width in zip((upper, lower), WORDS, strict=True)
             )
-            parts.append(fragment.upper_in_registers(uppers, columns))
-            parts.append(fragment.lower_in_registers(lowers, columns))
-        return tuple(parts)
+            found.append(fragment.upper_in_registers(uppers, columns))
+            found.append(fragment.lower_in_registers(lowers, columns))
+        return tuple(found)
 
-    parts = issue(*memory, numbers, begin)
     return tuple(Fragment(*parts[i : i + 2]) for i in range(0, len(parts), 2))
 
 
@@ -136,17 +131,14 @@ def store(memory: Fragment, value: jax.Array, first: Any, begin: Any) -> None:
                 memory.lower[first + i, :, pl.ds(begin, columns)] = jnp.zeros_like(part)
 
         return
-    scalar = plgpu.Layout.WG_SPLAT(())
 
-    @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(), plgpu.RefType(), plgpu.Layout.WGMMA, scalar, scalar)
-    )
-    def write(_: Any, upper: ir.Value, lower: ir.Value, array: Any, first: Any, begin: Any) -> None:
-        number = Integer(first.registers.item()) + _warp()
+    @inline.code(*memory, value, first, begin)
+    def _(upper: ir.Value, lower: ir.Value, array: Any, first: Integer, begin: Integer) -> None:
+        number = first + _warp()
         exists = number < total
         planes = fragment.words_of(array)
         for plane, width, words in zip((upper, lower), WORDS, planes, strict=True):
-            address = _address(plane, number, Integer(begin.registers.item()), width)
+            address = _address(plane, number, begin, width)
             for v in range(len(words) // width):
                 values = ", ".join(f"${i + 1}" for i in range(width))
                 inline.issue(
@@ -155,8 +147,6 @@ def store(memory: Fragment, value: jax.Array, first: Any, begin: Any) -> None:
                     *words[v * width : (v + 1) * width],
                     predicate=exists,
                 )
-
-    write(*memory, value, first, begin)
 
 
 def stage_transposed(blocks: Any, values: jax.Array, *, is_swizzled: bool = True) -> None:
@@ -171,10 +161,10 @@ def stage_transposed(blocks: Any, values: jax.Array, *, is_swizzled: bool = True
         return
     swizzle_type = mosaic.row_swizzle(blocks.shape, blocks.dtype)
 
-    @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType((swizzle_type,) if is_swizzled else ()), plgpu.Layout.WGMMA)
+    @inline.code(
+        inline.Typed(blocks, plgpu.RefType((swizzle_type,) if is_swizzled else ())), values
     )
-    def write(_: Any, blocks: ir.Value, values: mgpu.FragmentedArray) -> None:
+    def _(blocks: ir.Value, values: mgpu.FragmentedArray) -> None:
         words = [inline.word(pair) for pair in values.registers.flat]
         thread = stores.thread_number()
 
@@ -207,8 +197,6 @@ def stage_transposed(blocks: Any, values: jax.Array, *, is_swizzled: bool = True
                 *matrices,
                 convergent=True,
             )
-
-    write(blocks, values)
 
 
 def _warp() -> Integer:

@@ -1,15 +1,74 @@
-"""Numbers and addresses in inline code."""
+"""Inline code, and the numbers and addresses in it."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
+
+from ikbo_jax.problems.hopper import WGMMA_M
+
+
+class Typed(NamedTuple):
+    """An operand of `code`, and its layout or the type of its memory."""
+
+    value: Any
+    type: Any
+
+
+def code(*operands: Any, returns: Any = None) -> Callable[[Callable[..., Any]], Any]:
+    """Runs the decorated function as inline code on operands; its name becomes the result.
+
+    Operands are memory without transforms, or arrays: a scalar, which is an `Integer` in inline
+    code, [64] rows of an accumulator, [64, columns], or an element for every thread. Of other
+    memory and layouts, an operand is `Typed`. `returns`: the types of the results, of which int32
+    scalars are values in inline code.
+    """
+    typed = [x if isinstance(x, Typed) else Typed(x, _type_of(x)) for x in operands]
+
+    def run(function: Callable[..., Any]) -> Any:
+        @functools.wraps(function)
+        def with_integers(_: Any, *arguments: Any) -> Any:
+            results = function(*map(_unpacked, arguments))
+            return jax.tree.map(_packed, results, is_leaf=_is_array)
+
+        types = tuple(x.type for x in typed)
+        inlined = plgpu.inline_mgpu(arg_types=types, return_type=returns)(with_integers)
+        return inlined(*(x.value for x in typed))
+
+    return run
+
+
+def _type_of(operand: Any) -> Any:
+    if not isinstance(getattr(operand, "aval", None), jax.core.ShapedArray):
+        return plgpu.RefType()
+    if len(operand.shape) == 2:
+        return plgpu.Layout.WGMMA
+    if operand.shape == (WGMMA_M,):
+        return plgpu.Layout.WGMMA.reduce(1)
+    strided = plgpu.Layout.WG_STRIDED(operand.shape, vec_size=1)
+    return strided if operand.shape else plgpu.Layout.WG_SPLAT(())
+
+
+def _is_array(value: Any) -> bool:
+    return isinstance(value, mgpu.FragmentedArray)
+
+
+def _unpacked(argument: Any) -> Any:
+    is_scalar = _is_array(argument) and not argument.shape
+    return Integer(argument.registers.item()) if is_scalar else argument
+
+
+def _packed(result: Any) -> Any:
+    is_array = _is_array(result)
+    return result if is_array else mgpu.FragmentedArray.splat(result, (), is_signed=True)
 
 
 def _operator(operation: Any) -> Callable[[Any, ir.Value | int], Integer]:
@@ -79,11 +138,6 @@ def i32(value: int) -> Integer:
 def bit(number: int) -> int:
     """Returns 2**number as a signed integer of 32 bits."""
     return 1 << number if number < 31 else -(1 << 31)
-
-
-def scalars(arrays: Iterable[mgpu.FragmentedArray]) -> list[Integer]:
-    """Takes the integers that all threads have from the arguments of inline code."""
-    return [Integer(x.registers.item()) for x in arrays]
 
 
 def f32(value: float) -> ir.Value:

@@ -36,10 +36,8 @@ def stage_rows(tiles: Any, values: jax.Array, *, reads_late: bool = False) -> No
             tiles[i, :, :] = columns
         return
 
-    @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(mosaic.operand_transforms(tiles.dtype)), plgpu.Layout.WGMMA)
-    )
-    def write(_: Any, tiles: ir.Value, values: mgpu.FragmentedArray) -> None:
+    @inline.code(mosaic.operand(tiles), values)
+    def _(tiles: ir.Value, values: mgpu.FragmentedArray) -> None:
         words = [inline.word(pair) for pair in values.registers.flat]
         words += [inline.i32(0)] * (blocks * BLOCK_K // 4 - len(words))
         thread = stores.late_thread_number() if reads_late else stores.thread_number()
@@ -51,8 +49,6 @@ def stage_rows(tiles: Any, values: jax.Array, *, reads_late: bool = False) -> No
                 convergent=True,
             )
 
-    write(tiles, values)
-
 
 def read_rows(tiles: Any) -> jax.Array:
     """Reads an operand tile [64, 64] of 16 bits in an accumulator's layout."""
@@ -60,14 +56,14 @@ def read_rows(tiles: Any) -> jax.Array:
         return tiles[...]
     shape, dtype = (WGMMA_M, BLOCK_K), tiles.dtype
 
-    @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(mosaic.operand_transforms(dtype)),),
-        return_type=plgpu.ShapeDtypeStruct(shape, dtype, layout=plgpu.Layout.WGMMA),
+    @inline.code(
+        mosaic.operand(tiles),
+        returns=plgpu.ShapeDtypeStruct(shape, dtype, layout=plgpu.Layout.WGMMA),
     )
-    def read(_: Any, tiles: ir.Value) -> mgpu.FragmentedArray:
+    def read(tiles: ir.Value) -> mgpu.FragmentedArray:
         return read_matrices(tiles, stores.late_thread_number(), BLOCK_K)
 
-    return read(tiles)
+    return read
 
 
 def read_matrices(
@@ -124,10 +120,8 @@ def zero_rows(tiles: Any, begin: Any) -> None:
 
         return
 
-    @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(mosaic.operand_transforms(tiles.dtype)), plgpu.Layout.WG_SPLAT(()))
-    )
-    def write(_: Any, tiles: ir.Value, begin: mgpu.FragmentedArray) -> None:
+    @inline.code(mosaic.operand(tiles), begin)
+    def _(tiles: ir.Value, begin: Integer) -> None:
         # A row is 128 contiguous bytes; swizzling permutes it only within them.
         byte = ir.IntegerType.get_signless(8)
         base = mgpu.utils.memref_ptr(tiles)
@@ -142,10 +136,8 @@ def zero_rows(tiles: Any, begin: Any) -> None:
                 "st.shared.v4.b32 [$0], {$1, $1, $1, $1};",
                 mgpu.utils.getelementptr(base, [offset], byte),
                 zero,
-                predicate=row >= begin.registers.item(),
+                predicate=row >= begin,
             )
-
-    write(tiles, begin)
 
 
 def zero_tiles(tiles: Any) -> None:

@@ -111,23 +111,21 @@ def gather(ref: Any, index: jax.Array, space: str) -> jax.Array:
         return jnp.take(ref[...], index, mode="clip")
     is_float = ref.dtype == jnp.float32
 
-    @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(), LAYOUT), return_type=FLOAT32 if is_float else INT32
-    )
-    def load(_: Any, ref: ir.Value, index: mgpu.FragmentedArray) -> mgpu.FragmentedArray:
+    @inline.code(ref, index, returns=FLOAT32 if is_float else INT32)
+    def loaded(ref: ir.Value, index: mgpu.FragmentedArray) -> mgpu.FragmentedArray:
         element = ir.F32Type.get() if is_float else ir.IntegerType.get_signless(32)
         address = mgpu.utils.getelementptr(mgpu.utils.memref_ptr(ref), [scalar(index)], element)
         value = inline.issue(f"ld.{space}.b32 $0, [$1];", address, result_types=element)
         return array(value, index)
 
-    return load(ref, index)
+    return loaded
 
 
 def gather_vectors(ref: Any, index: jax.Array, space: str) -> tuple[jax.Array, ...]:
     """Gathers ref[4 * index : 4 * index + 4] of int32 "shared", or "global" that is constant."""
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), LAYOUT), return_type=(INT32,) * VECTOR)
-    def load(_: Any, ref: ir.Value, index: mgpu.FragmentedArray) -> Any:
+    @inline.code(ref, index, returns=(INT32,) * VECTOR)
+    def loaded(ref: ir.Value, index: mgpu.FragmentedArray) -> Any:
         address = inline.address(ref, scalar(index) * VECTOR)
         if space == "global":
             words = load_words(address, VECTOR, is_early=True)
@@ -136,7 +134,7 @@ def gather_vectors(ref: Any, index: jax.Array, space: str) -> tuple[jax.Array, .
             words = inline.issue_words(ptx, VECTOR, address)
         return tuple(array(x, index) for x in words)
 
-    return load(ref, index)
+    return loaded
 
 
 def any_of_warp(values: jax.Array, *, layout: Any = LAYOUT) -> jax.Array:
@@ -146,18 +144,17 @@ def any_of_warp(values: jax.Array, *, layout: Any = LAYOUT) -> jax.Array:
     """
     if mosaic.is_interpreted():
         return jnp.any(values)
-    scalar_layout = plgpu.Layout.WG_SPLAT(())
 
-    @plgpu.inline_mgpu(
-        arg_types=(layout,), return_type=plgpu.ShapeDtypeStruct((), jnp.int32, layout=scalar_layout)
+    @inline.code(
+        inline.Typed(values.astype(jnp.int32), layout),
+        returns=plgpu.ShapeDtypeStruct((), jnp.int32, layout=plgpu.Layout.WG_SPLAT(())),
     )
-    def vote(_: Any, values: mgpu.FragmentedArray) -> mgpu.FragmentedArray:
+    def votes(values: mgpu.FragmentedArray) -> Integer:
         zero = inline.i32(0)
         own = (vector.extract(x, [], [0]) for x in values.registers.flat)
-        bits = ballot(Integer(functools.reduce(arith.ori, own)).differs(zero))
-        return mgpu.FragmentedArray.splat(bits, (), is_signed=True)
+        return ballot(Integer(functools.reduce(arith.ori, own)).differs(zero))
 
-    return vote(values.astype(jnp.int32)) != 0
+    return votes != 0
 
 
 def scatter(
@@ -184,13 +181,11 @@ def add_one(ref: Any, index: jax.Array) -> None:
     Threads may collide. Without a predicate, which would be a branch for each addition.
     """
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), LAYOUT))
-    def issue(_: Any, ref: ir.Value, index: mgpu.FragmentedArray) -> None:
+    @inline.code(ref, index)
+    def _(ref: ir.Value, index: mgpu.FragmentedArray) -> None:
         i32 = ir.IntegerType.get_signless(32)
         address = mgpu.utils.getelementptr(mgpu.utils.memref_ptr(ref), [scalar(index)], i32)
         inline.issue("red.shared.add.u32 [$0], 1;", address)
-
-    issue(ref, index)
 
 
 def _one_by_one(
@@ -210,8 +205,8 @@ def _each(
 ) -> None:
     """Issues an instruction with the address of ref[index] ($0) and the value ($1), if wanted."""
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), LAYOUT, LAYOUT, LAYOUT))
-    def issue(_: Any, ref: ir.Value, *arrays: mgpu.FragmentedArray) -> None:
+    @inline.code(ref, index, values, is_wanted.astype(jnp.int32))
+    def _(ref: ir.Value, *arrays: mgpu.FragmentedArray) -> None:
         index, value, wanted = map(scalar, arrays)
         inline.issue(
             instruction,
@@ -219,8 +214,6 @@ def _each(
             value,
             predicate=wanted.differs(0),
         )
-
-    issue(ref, index, values, is_wanted.astype(jnp.int32))
 
 
 def divided(values: jax.Array, size: int) -> tuple[jax.Array, jax.Array]:
@@ -382,9 +375,9 @@ def _keep_totals(totals: Sequence[jax.Array], scratch: Any, at: int, threads: Th
 def _scan_warp(values: jax.Array, neutral: int) -> tuple[jax.Array, jax.Array]:
     """Adds values of lower lanes, and of all lanes; the largest, if `neutral` is not 0."""
 
-    @plgpu.inline_mgpu(arg_types=(LAYOUT, LAYOUT), return_type=(INT32, INT32))
-    def add_up(
-        _: Any, values: mgpu.FragmentedArray, thread: mgpu.FragmentedArray
+    @inline.code(values, number(), returns=(INT32, INT32))
+    def totals(
+        values: mgpu.FragmentedArray, thread: mgpu.FragmentedArray
     ) -> tuple[mgpu.FragmentedArray, mgpu.FragmentedArray]:
         combine = arith.maxsi if neutral else arith.addi
         zero, nothing = inline.i32(0), inline.i32(neutral)
@@ -398,4 +391,4 @@ def _scan_warp(values: jax.Array, neutral: int) -> tuple[jax.Array, jax.Array]:
             total = combine(total, other)
         return array(before, values), array(total, values)
 
-    return add_up(values, number())
+    return totals

@@ -10,11 +10,11 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
-from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, vector
 
 from ikbo_jax.pallas.hopper import inline, mma, mosaic, per_thread, stores
+from ikbo_jax.pallas.hopper.inline import Integer
 from ikbo_jax.problems.hopper import WGMMA_M
 
 #: Parts of `ends`: the range of keys that a query sees, and the gap in it.
@@ -49,14 +49,10 @@ def restrict(
         inside = (keys >= begin) & (keys < end)
         inside = inside if queries_are_rows else inside.T
         return bits & (inside if part == RANGE else ~inside)
-    scalar = plgpu.Layout.WG_SPLAT(())
     before = part * ends.shape[1]
 
-    @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(), per_thread.LAYOUT, scalar, scalar), return_type=per_thread.INT32
-    )
-    def compute(_: Any, ends: ir.Value, bits: Any, *scalars: Any) -> mgpu.FragmentedArray:
-        query, key = inline.scalars(scalars)
+    @inline.code(ends, bits, query, key, returns=per_thread.INT32)
+    def computed(ends: ir.Value, bits: Any, query: Integer, key: Integer) -> mgpu.FragmentedArray:
         thread = stores.late_thread_number()
         row, i32 = stores.thread_row(thread, 0), ir.IntegerType.get_signless(32)
         column = thread % 4 * 2
@@ -80,7 +76,7 @@ def restrict(
             word = word | inside.select(*kept)
         return per_thread.array(per_thread.scalar(bits) & word, bits)
 
-    return compute(ends, bits, query, key)
+    return computed
 
 
 def keep(
@@ -93,11 +89,8 @@ def keep(
         return tuple(jnp.where(kept, x, jnp.float32(y)) for x, y in zip(values, fills, strict=True))
     accumulator = mma.accumulator_type(columns)
 
-    @plgpu.inline_mgpu(
-        arg_types=(per_thread.LAYOUT, *(plgpu.Layout.WGMMA,) * len(values)),
-        return_type=(accumulator,) * len(values),
-    )
-    def select(_: Any, bits: Any, *arrays: mgpu.FragmentedArray) -> Any:
+    @inline.code(bits, *values, returns=(accumulator,) * len(values))
+    def selected(bits: Any, *arrays: mgpu.FragmentedArray) -> Any:
         word, found = per_thread.scalar(bits), [x.registers.copy() for x in arrays]
         for i in range(found[0].size):
             pairs = [list(_elements(x.flat[i])) for x in found]
@@ -109,7 +102,7 @@ def keep(
                 x.flat[i] = vector.from_elements(x.flat[i].type, pair)
         return tuple(inline.accumulator(x) for x in found)
 
-    return tuple(select(bits, *values))
+    return tuple(selected)
 
 
 def _elements(pair: ir.Value) -> tuple[ir.Value, ir.Value]:

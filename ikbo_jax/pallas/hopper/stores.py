@@ -66,47 +66,38 @@ def store_staged_rows(
                 output[*place, pl.ds(i * columns, part)] = tiles[i, r, :part]
 
         return
-    scalar = plgpu.Layout.WG_SPLAT(())
     vectors = mosaic.SWIZZLE // 16  # of a row of a block
     per_step = WARPGROUP_SIZE // vectors  # rows
     tables = () if order is None else order.tables
 
-    @plgpu.inline_mgpu(
-        arg_types=(
-            plgpu.RefType(),
-            plgpu.RefType(mosaic.operand_transforms(tiles.dtype)),
-            *(plgpu.RefType(),) * len(tables),
-            *(scalar,) * 5,
-        )
-    )
-    def write(_: Any, output: ir.Value, tiles: ir.Value, *arguments: Any) -> None:
-        table, scalars = arguments[: len(tables)], arguments[len(tables) :]
-        step, first_row, head, begin, end = inline.scalars(scalars)
-        thread = thread_number()
-        vector_of_row = thread % vectors
-        row = step * per_step + thread // vectors
-        offset = row * mosaic.SWIZZLE + (vector_of_row ^ row % vectors) * 16
-        column = vector_of_row * (columns // vectors)
-        place = first_row + row, head
-        if order is not None:
-            place = order.place(*place, *table)
-        terms = [(place[0], heads * width), (place[1], width), (column, 1)]
-        address = device_address(output, terms, 2)
-        source = inline.address(tiles, offset, 8)
-        is_row = within(row, begin, end)
-        for block in range(blocks):
-            inline.issue(
-                "{ .reg .b32 a, b, c, d; "
-                f"@$2 ld.shared.v4.b32 {{a, b, c, d}}, [$1 + {block * height * mosaic.SWIZZLE}]; "
-                f"@$2 st.global.v4.b32 [$0 + {block * columns * 2}], {{a, b, c, d}}; }}",
-                address,
-                source,
-                is_row & (column < width - block * columns),
-            )
-
     @pl.loop(jnp.int32(0), pl.cdiv(end, per_step))
-    def write_step(step: Any) -> None:
-        write(output, tiles, *tables, step, first_row, head, begin, end)
+    def copy(step: Any) -> None:
+        @inline.code(output, mosaic.operand(tiles), *(step, first_row, head, begin, end), *tables)
+        def _(output: Any, tiles: Any, step: Integer, *rest: Any) -> None:
+            first_row, head, begin, end, *table = rest
+            thread = thread_number()
+            vector_of_row = thread % vectors
+            row = step * per_step + thread // vectors
+            swizzled = vector_of_row ^ row % vectors
+            offset = row * mosaic.SWIZZLE + swizzled * 16
+            column = vector_of_row * (columns // vectors)
+            place = first_row + row, head
+            if order is not None:
+                place = order.place(*place, *table)
+            terms = [(place[0], heads * width), (place[1], width), (column, 1)]
+            address = device_address(output, terms, 2)
+            source = inline.address(tiles, offset, 8)
+            is_row = within(row, begin, end)
+            for block in range(blocks):
+                source_offset = block * height * mosaic.SWIZZLE
+                inline.issue(
+                    "{ .reg .b32 a, b, c, d; "
+                    f"@$2 ld.shared.v4.b32 {{a, b, c, d}}, [$1 + {source_offset}]; "
+                    f"@$2 st.global.v4.b32 [$0 + {block * columns * 2}], {{a, b, c, d}}; }}",
+                    address,
+                    source,
+                    is_row & (column < width - block * columns),
+                )
 
 
 def late_thread_number() -> Integer:
@@ -238,15 +229,12 @@ def store_rows(
 
         return
 
-    scalar = plgpu.Layout.WG_SPLAT(())
-    layout: Any = plgpu.Layout.WGMMA if widths else ROW_LAYOUT
     tables = () if order is None else order.tables
-    refs = (plgpu.RefType(),) * len(tables)
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), layout, *refs, *(scalar,) * 4))
-    def write(_: Any, output: ir.Value, values: Any, *arguments: Any) -> None:
-        table, scalars = arguments[: len(tables)], arguments[len(tables) :]
-        first_row, head, begin, end = inline.scalars(scalars)
+    @inline.code(output, values, first_row, head, begin, end, *tables)
+    def write(
+        output: Any, values: Any, first_row: Any, head: Any, begin: Any, end: Any, *table: Any
+    ) -> None:
         # Read at each use, the thread's number spills at H = 192 and 256; read early, at H = 128.
         if is_f32 and widths:  # of the backward kernels, which have no register to spare
             thread = thread_number()
@@ -264,8 +252,6 @@ def store_rows(
             terms = [(place[0], heads * width), (place[1], width)]
             held.store(output, half, terms, is_wanted)
 
-    write(output, values, *tables, first_row, head, begin, end)
-
 
 def store_transposed(output: Any, values: jax.Array, row: Any, column: Any) -> None:
     """Stores values[i, j] to output[row + j, column + i], from registers; both are f32.
@@ -281,11 +267,9 @@ def store_transposed(output: Any, values: jax.Array, row: Any, column: Any) -> N
             output[pl.ds(row, width), column + i] = row_values
 
         return
-    scalar = plgpu.Layout.WG_SPLAT(())
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.Layout.WGMMA, scalar, scalar))
-    def write(_: Any, output: ir.Value, values: Any, *scalars: Any) -> None:
-        row, column = inline.scalars(scalars)
+    @inline.code(output, values, row, column)
+    def _(output: ir.Value, values: Any, row: Integer, column: Integer) -> None:
         thread = thread_number()
         # Registers hold pairs of neighbouring values of a row, eight columns apart.
         pair = thread % 4 * 2
@@ -299,8 +283,6 @@ def store_transposed(output: Any, values: jax.Array, row: Any, column: Any) -> N
                         address,
                         vector.extract(register, [], [j]),
                     )
-
-    write(output, values, row, column)
 
 
 def store_staged(

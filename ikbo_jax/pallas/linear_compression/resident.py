@@ -31,6 +31,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 
 from ikbo_jax.pallas.hopper import fragment, granules, inline, mma, mosaic, stores
+from ikbo_jax.pallas.hopper.inline import Integer
 from ikbo_jax.pallas.hopper.launch import Roles, WarpgroupContext, launch
 from ikbo_jax.pallas.linear_compression.resident_tiles import (
     Operands,
@@ -172,11 +173,9 @@ def _store_contiguous(output: Any, staging: Any, first: Any, begin: Any) -> None
     """Copies staging[i, j] to output[first + i, begin + j] within M, one bulk copy for each i."""
     batch, m, n = output.shape
     blocks, height, _ = staging.shape
-    scalar = plgpu.Layout.WG_SPLAT(())
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), scalar, scalar))
-    def copy(_: Any, output: ir.Value, staging: ir.Value, *scalars: Any) -> None:
-        first, begin = inline.scalars(scalars)
+    @inline.code(output, staging, first, begin)
+    def copy(output: ir.Value, staging: ir.Value, first: Integer, begin: Integer) -> None:
         thread = stores.thread_number()
         row = first + thread
         exists = (thread < blocks) & (row < batch)
@@ -193,8 +192,6 @@ def _store_contiguous(output: Any, staging: Any, first: Any, begin: Any) -> None
             rows * (n * 2),
             exists,
         )
-
-    copy(output, staging, first, begin)
 
 
 def _consume(ctx: WarpgroupContext) -> None:

@@ -57,46 +57,41 @@ def load(weight: Any, tiles: Any, region: Region, first_row: Any, first_k: Any) 
     count = parts * rows * of_row
     is_aligned = is_copied(k)
     unrolled = UNROLLED if is_aligned else UNROLLED_LOADS
-    scalar = plgpu.Layout.WG_SPLAT(())
-    ref = plgpu.RefType(mosaic.operand_transforms(tiles.dtype))
-
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), ref, *(scalar,) * 3))
-    def copy(_: Any, weight: ir.Value, tiles: ir.Value, *scalars: Any) -> None:
-        iteration, first_row, first_k = inline.scalars(scalars)
-        unit = iteration * (unrolled * WARPGROUP_SIZE) + stores.thread_number()
-        waiting = []
-        for i in range(unrolled):
-            number = unit + i * WARPGROUP_SIZE
-            row, column = _divided(number, of_row)
-            column = column * elements
-            target = inline.address(tiles, _offset(row, column, rows, region), 8)
-            row, column = first_row + row, first_k + column
-            is_wanted = number < count
-            is_inside = (row < m) & (column < k)
-            zero = inline.i32(0)
-            row, column = (is_inside.select(x, zero) for x in (row, column))
-            source = stores.device_address(weight, [(row, k), (column, 1)], 2)
-            if not is_aligned:
-                valid = (k - column).at_most(elements)
-                valid = (is_inside & is_wanted).select(valid, zero)
-                words = _load_unaligned(weight, m * k, source, valid)
-                waiting.append((target, source, valid, words, is_wanted))
-                continue
-            size = inline.i32(2 * elements)
-            kind = "cg" if elements == 8 else "ca"
-            inline.issue(
-                f"cp.async.{kind}.shared.global [$0], [$1], {2 * elements}, $2;",
-                target,
-                source,
-                is_inside.select(size, zero),
-                predicate=is_wanted,
-            )
-        for loaded in waiting:
-            _store_unaligned(*loaded)
 
     @pl.loop(jnp.int32(0), jnp.int32(pl.cdiv(count, unrolled * WARPGROUP_SIZE)))
-    def _iteration(iteration: Any) -> None:
-        copy(weight, tiles, iteration, first_row, first_k)
+    def copy(iteration: Any) -> None:
+        @inline.code(weight, mosaic.operand(tiles), iteration, first_row, first_k)
+        def _(weight: Any, tiles: Any, iteration: Integer, first_row: Any, first_k: Any) -> None:
+            unit = iteration * (unrolled * WARPGROUP_SIZE) + stores.thread_number()
+            waiting = []
+            for i in range(unrolled):
+                number = unit + i * WARPGROUP_SIZE
+                row, column = _divided(number, of_row)
+                column = column * elements
+                target = inline.address(tiles, _offset(row, column, rows, region), 8)
+                row, column = first_row + row, first_k + column
+                is_wanted = number < count
+                is_inside = (row < m) & (column < k)
+                zero = inline.i32(0)
+                row, column = (is_inside.select(x, zero) for x in (row, column))
+                source = stores.device_address(weight, [(row, k), (column, 1)], 2)
+                if not is_aligned:
+                    valid = (k - column).at_most(elements)
+                    valid = (is_inside & is_wanted).select(valid, zero)
+                    words = _load_unaligned(weight, m * k, source, valid)
+                    waiting.append((target, source, valid, words, is_wanted))
+                    continue
+                size = inline.i32(2 * elements)
+                kind = "cg" if elements == 8 else "ca"
+                inline.issue(
+                    f"cp.async.{kind}.shared.global [$0], [$1], {2 * elements}, $2;",
+                    target,
+                    source,
+                    is_inside.select(size, zero),
+                    predicate=is_wanted,
+                )
+            for loaded in waiting:
+                _store_unaligned(*loaded)
 
     if not is_aligned and m * k % elements:
         _load_end(weight, tiles, region, first_row, first_k)
@@ -109,12 +104,9 @@ def _load_end(weight: Any, tiles: Any, region: Region, first_row: Any, first_k: 
     parts = all_blocks // region.blocks_of_part
     elements = elements_of_load(k)
     of_row = region.blocks * BLOCK_K // elements
-    scalar = plgpu.Layout.WG_SPLAT(())
-    ref = plgpu.RefType(mosaic.operand_transforms(tiles.dtype))
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), ref, scalar, scalar))
-    def copy(_: Any, weight: ir.Value, tiles: ir.Value, *scalars: Any) -> None:
-        first_row, first_k = inline.scalars(scalars)
+    @inline.code(weight, mosaic.operand(tiles), first_row, first_k)
+    def copy(weight: ir.Value, tiles: ir.Value, first_row: Integer, first_k: Integer) -> None:
         thread = stores.thread_number()
         for at in range(m * k - m * k % elements, m * k):
             row, column = at // k - first_row, at % k - first_k
@@ -129,8 +121,6 @@ def _load_end(weight: Any, tiles: Any, region: Region, first_row: Any, first_k: 
                 stores.device_address(weight, [(inline.i32(at), 1)], 2),
                 is_mine,
             )
-
-    copy(weight, tiles, first_row, first_k)
 
 
 def load_blocks(embedding: Any, tiles: Any, first: Any, blocks_of_row: int, first_k: Any) -> None:
@@ -153,51 +143,44 @@ def load_blocks(embedding: Any, tiles: Any, first: Any, blocks_of_row: int, firs
 
     vectors = width // 8
     count = steps * blocks * depth * vectors
-    scalar = plgpu.Layout.WG_SPLAT(())
     swizzle = mosaic.row_swizzle(tiles.shape, tiles.dtype)
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType((swizzle,)), *(scalar,) * 3))
-    def copy(_: Any, embedding: ir.Value, tiles: ir.Value, *scalars: Any) -> None:
-        iteration, first, first_k = inline.scalars(scalars)
-        zero, size = inline.i32(0), inline.i32(16)
-        unit = iteration * (UNROLLED * WARPGROUP_SIZE) + stores.thread_number()
-        for i in range(UNROLLED):
-            number = unit + i * WARPGROUP_SIZE
-            rest, vector = _divided(number, vectors)
-            rest, r = _divided(rest, depth)
-            step, block = _divided(rest, blocks)
-            # As TMA swizzles: the vectors of a row by the bits of the address from 128 bytes on.
-            swizzled = vector ^ _divided(_divided(r, 64 // width)[0], vectors)[1]
-            offset = (rest * depth + r) * (width * 2) + swizzled * 16
-            target = inline.address(tiles, offset, 8)
-            row, of_row = _divided(first + block, blocks_of_row)
-            row = row if batch > 1 else zero
-            at_k = first_k + (step * depth + r)
-            is_inside = (row < batch) & (at_k < k)
-            row, at_k = (is_inside.select(x, zero) for x in (row, at_k))
-            terms = [(row, k * n), (at_k, n), (of_row, width), (vector, 8)]
-            inline.issue(
-                "cp.async.cg.shared.global [$0], [$1], 16, $2;",
-                target,
-                stores.device_address(embedding, terms, 2),
-                is_inside.select(size, zero),
-                predicate=number < count,
-            )
+    swizzled_tiles = inline.Typed(tiles, plgpu.RefType((swizzle,)))
 
     @pl.loop(jnp.int32(0), jnp.int32(pl.cdiv(count, UNROLLED * WARPGROUP_SIZE)))
-    def _iteration(iteration: Any) -> None:
-        copy(embedding, tiles, iteration, first, first_k)
+    def _(iteration: Any) -> None:
+        @inline.code(embedding, swizzled_tiles, iteration, first, first_k)
+        def _(embedding: Any, tiles: Any, iteration: Integer, first: Any, first_k: Any) -> None:
+            zero, size = inline.i32(0), inline.i32(16)
+            unit = iteration * (UNROLLED * WARPGROUP_SIZE) + stores.thread_number()
+            for i in range(UNROLLED):
+                number = unit + i * WARPGROUP_SIZE
+                rest, vector = _divided(number, vectors)
+                rest, r = _divided(rest, depth)
+                step, block = _divided(rest, blocks)
+                # As TMA swizzles: a row's vectors by the bits of the address from 128 bytes on.
+                swizzled = vector ^ _divided(_divided(r, 64 // width)[0], vectors)[1]
+                offset = (rest * depth + r) * (width * 2) + swizzled * 16
+                target = inline.address(tiles, offset, 8)
+                row, of_row = _divided(first + block, blocks_of_row)
+                row = row if batch > 1 else zero
+                at_k = first_k + (step * depth + r)
+                is_inside = (row < batch) & (at_k < k)
+                row, at_k = (is_inside.select(x, zero) for x in (row, at_k))
+                terms = [(row, k * n), (at_k, n), (of_row, width), (vector, 8)]
+                inline.issue(
+                    "cp.async.cg.shared.global [$0], [$1], 16, $2;",
+                    target,
+                    stores.device_address(embedding, terms, 2),
+                    is_inside.select(size, zero),
+                    predicate=number < count,
+                )
 
 
 def finish() -> None:
     """Waits for all threads' loads; the warpgroup's WGMMAs may read them afterwards."""
-
-    @plgpu.inline_mgpu()
-    def await_copies(_: Any) -> None:
-        inline.issue("cp.async.wait_all;")
-
     if not mosaic.is_interpreted():
-        await_copies()
+        inline.code()(lambda: inline.issue("cp.async.wait_all;"))
     plgpu.commit_smem()
 
 

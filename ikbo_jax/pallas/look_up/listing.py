@@ -17,13 +17,12 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
-from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir.dialects import arith
 
 from ikbo_jax.pallas.hopper import inline, mosaic, per_thread, warps
 from ikbo_jax.pallas.hopper.inline import Integer
 from ikbo_jax.pallas.hopper.launch import WarpgroupContext
-from ikbo_jax.pallas.hopper.per_thread import LANES, LAYOUT, Threads, array, divided, same, scalar
+from ikbo_jax.pallas.hopper.per_thread import LANES, Threads, array, divided, same, scalar
 from ikbo_jax.pallas.worklist import scan
 from ikbo_jax.problems.hopper import WARPGROUP_SIZE
 
@@ -164,8 +163,8 @@ def _rank_in_warp(
         before = jnp.sum(is_same & (lane[None] < lane[:, None]), axis=1, dtype=jnp.int32)
         return before, jnp.sum(is_same, axis=1, dtype=jnp.int32)
 
-    @plgpu.inline_mgpu(arg_types=(LAYOUT, LAYOUT), return_type=(per_thread.INT32,) * 2)
-    def rank(_: Any, values: mgpu.FragmentedArray, wanted: mgpu.FragmentedArray) -> Any:
+    @inline.code(values, is_wanted.astype(jnp.int32), returns=(per_thread.INT32,) * 2)
+    def ranks(values: mgpu.FragmentedArray, wanted: mgpu.FragmentedArray) -> Any:
         def lanes_with(bits: Integer) -> tuple[Integer, Integer]:
             is_set = bits.differs(0)
             return is_set, warps.ballot(is_set)
@@ -177,4 +176,4 @@ def _rank_in_warp(
         lower = Integer(arith.shli(inline.i32(1), warps.lane())) - 1
         return array(warps.ones(lanes & lower), values), array(warps.ones(lanes), values)
 
-    return rank(values, is_wanted.astype(jnp.int32))
+    return ranks

@@ -5,7 +5,6 @@ from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 
@@ -13,8 +12,7 @@ from ikbo_jax.pallas.hopper import inline, mosaic
 from ikbo_jax.pallas.hopper.inline import Integer
 from ikbo_jax.pallas.hopper.warps import LANES, ballot, lane, load, lowest_bit
 
-SCALAR = plgpu.Layout.WG_SPLAT(())
-INTEGER = plgpu.ShapeDtypeStruct((), jnp.int32, layout=SCALAR)
+INTEGER = plgpu.ShapeDtypeStruct((), jnp.int32, layout=plgpu.Layout.WG_SPLAT(()))
 
 
 def count_at_most(
@@ -46,11 +44,6 @@ def count_at_most(
     return zero
 
 
-def splat(value: ir.Value) -> mgpu.FragmentedArray:
-    """Wraps a value that all lanes have for Pallas."""
-    return mgpu.FragmentedArray.splat(value, (), is_signed=True)
-
-
 def user_at(index: ir.Value, position: Integer, batch: int, users: int) -> Integer:
     """Loads the clamped user of the candidate at `position`; past the end, the last candidate's."""
     return clamped(load(index, position.at_most(batch - 1)), users)
@@ -77,11 +70,8 @@ def end_of_run(cand_to_user: Any, first: Any, stop: Any, most: int, users: int) 
 
     batch = cand_to_user.shape[0]
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SCALAR, SCALAR), return_type=INTEGER)
-    def search(
-        _: Any, index: ir.Value, first: mgpu.FragmentedArray, stop: mgpu.FragmentedArray
-    ) -> mgpu.FragmentedArray:
-        begin, end = inline.scalars((first, stop))
+    @inline.code(cand_to_user, first, stop, returns=INTEGER)
+    def found(index: ir.Value, begin: Integer, end: Integer) -> Integer:
         user, result = user_at(index, begin, batch, users), end
         first_lane = begin + lane()
         offsets = [inline.i32(offset) for offset in range(0, most, LANES)]
@@ -92,6 +82,6 @@ def end_of_run(cand_to_user: Any, first: Any, stop: Any, most: int, users: int) 
             found = begin + offset + lowest_bit(differ)
             is_found = differ.differs(0)
             result = is_found.select(result.at_most(found), result)
-        return splat(result)
+        return result
 
-    return search(cand_to_user, first, stop)
+    return found
