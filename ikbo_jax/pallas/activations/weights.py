@@ -53,6 +53,7 @@ from ikbo_jax.reference.activations import (
     TANH_SCALE,
     one_by_one,
 )
+from ikbo_jax.reference.gdpa import Settings
 
 #: Beyond these scales, powers of the scale, or sums without the constant, might leave f32's range.
 MIN_SCALE, MAX_SCALE = 2.0**-10, 2.0**10
@@ -75,23 +76,18 @@ class ActivationSpec(NamedTuple):
     cap: Cap | None = None
 
     @classmethod
-    def of(
-        cls,
-        names: tuple[str, ...],
-        approx: str | None,
-        scales: tuple[float, float],
-        has_f32_range: bool,
-        logit_cap: float | None,
-    ) -> ActivationSpec:
-        """Describes activations of scores that have a `logit_cap`; `scales`: scale, output_scale.
+    def of(cls, settings: Settings, dtype: Any) -> ActivationSpec:
+        """Describes the activations of a call whose arrays have this dtype.
 
         The cap's tanh is approximate if every head has an activation whose tanh is.
         """
-        approximated = APPROXIMATIONS.get(one_by_one(approx) or "", ())
-        is_approx = one_by_one(approx) == "tanh" and set(names) <= set(approximated)
+        names, approx = settings.activations, one_by_one(settings.approx)
+        is_approx = approx == "tanh" and set(names) <= set(APPROXIMATIONS[approx])
         method = Method.APPROXIMATE if is_approx else Method.SMALL_EXACT
-        scale, cap = scale_and_cap(scales[0], logit_cap, None if SOFTMAX in names else method)
-        return cls(names, approx, scale, scales[1], has_f32_range, cap)
+        of_cap = settings.scale, settings.logit_cap, None if SOFTMAX in names else method
+        scale, cap = scale_and_cap(*of_cap)
+        has_f32_range = dtype == jnp.bfloat16
+        return cls(names, settings.approx, scale, settings.output_scale, has_f32_range, cap)
 
     @property
     def takes_raw_scores(self) -> bool:
