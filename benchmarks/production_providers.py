@@ -15,9 +15,9 @@ import numpy as np
 
 import ikbo_jax
 from benchmarks.production_draws import AttentionShape, CompressionShape, GdpaShape, Shape, normal
+from benchmarks.ranking_by_hand import fold_by_user, move
 from benchmarks.records import OUR_NAME
 from ikbo_jax.cases.attention import materialised_cudnn
-from ikbo_jax.models.by_hand import fold_by_user, move
 
 #: Largest number of bytes of the copies for all candidates; larger ones are left out.
 MAX_COPIES = 8 * 2**30

@@ -17,8 +17,9 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from benchmarks import harness
+from benchmarks import harness, ranking_by_hand
 from benchmarks.harness import Benchmark, Point
+from benchmarks.ranking_by_hand import tuned_copies
 from benchmarks.records import Record, describe_all, faster, listed, provider_of
 from ikbo_jax.cases import ranking as cases
 from ikbo_jax.cases.error_rule import Check
@@ -60,20 +61,19 @@ class Version(NamedTuple):
 
 def _hand_optimised(sizes: Sizes) -> Callable[..., jax.Array]:
     most = int(ranking.candidate_counts(sizes).max())
-    return functools.partial(ranking.hand_optimised, most=most)
+    return functools.partial(ranking_by_hand.hand_optimised, most=most)
 
 
 COPIED = "users copied to candidates"
-TUNED_COPIES = functools.partial(ranking.materialised, tuned=True)
 COPIES = Version("materialised", COPIED, lambda _: ranking.materialised)
-TUNED = Version("materialised-tuned", f"{COPIED}, K aligned, cuDNN", lambda _: TUNED_COPIES)
+TUNED = Version("materialised-tuned", f"{COPIED}, K aligned, cuDNN", lambda _: tuned_copies)
 BY_HAND = Version("hand-optimised", "decomposed and folded by hand in XLA, cuDNN", _hand_optimised)
 OURS = Version("co-designed", "ikbo_jax's layers", lambda _: ranking.co_designed)
 REWRITTEN = Version(
     "rewritten", "ikbo_jax.rewrite of the copies", lambda _: rewrite(ranking.materialised)
 )
 REWRITTEN_TUNED = Version(
-    "rewritten-tuned", "ikbo_jax.rewrite of the tuned copies", lambda _: rewrite(TUNED_COPIES)
+    "rewritten-tuned", "ikbo_jax.rewrite of the tuned copies", lambda _: rewrite(tuned_copies)
 )
 #: The layers as small requests want them; measured over candidates.
 SERVED = Version(

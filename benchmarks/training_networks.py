@@ -28,12 +28,13 @@ import optax
 
 import ikbo_jax
 from benchmarks import production_providers
+from benchmarks.ranking_by_hand import einsum_f32
 from ikbo_jax._timing import programs
 from ikbo_jax.cases import ranking as cases
 from ikbo_jax.cases.gdpa import offsets_of, uniform_lengths
 from ikbo_jax.layers import functional, parameters
 from ikbo_jax.models import ranking
-from ikbo_jax.models.strategies import einsum_f32, rms_norm
+from ikbo_jax.models.strategies import rms_norm
 from ikbo_jax.reference.activations import elementwise
 
 ACTIVATION, APPROX = "gelu_tanh", "tanh"

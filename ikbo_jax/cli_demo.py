@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import operator
 import pathlib
 import platform
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ikbo_jax import terminal
@@ -46,14 +45,14 @@ def run(
     request = dataclasses.replace(demo.default_request(), **overrides)
     sizes = demo_ranking.sizes_of(request, layers)
     attention_request = demo_attention.default_request(request)
-    calls: list[Callable[[], Any]] = [
-        functools.partial(demo_ranking.run, sizes, request.seed, on_progress=log),
-        functools.partial(demo.run, request, on_progress=log),
-        functools.partial(demo_attention.run, attention_request, on_progress=log),
+    parts: list[Any] = [
+        demo_ranking.run(sizes, request.seed, on_progress=log),
+        demo.run(request, on_progress=log),
+        demo_attention.run(attention_request, on_progress=log),
     ]
     if plot is not None:
-        calls.append(functools.partial(demo_ranking.sweep, sizes, request.seed, on_progress=log))
-    network, report, attention, *points = demo.run_parts(calls, log)
+        parts.append(demo_ranking.sweep(sizes, request.seed, on_progress=log))
+    network, report, attention, *points = demo.run_parts(parts, log)
     if plot is not None:
         demo_ranking.draw(points[0], device_name(), plot)
     print_request(request, demo.candidate_counts(request).tolist())

@@ -15,8 +15,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ikbo_jax._timing import executables, interleaved_ms
-from ikbo_jax._timing.programs import Log, Programs, run_concurrently
+from ikbo_jax._timing import executables, interleaved_ms, programs
+from ikbo_jax._timing.programs import Log, Part, Programs
 from ikbo_jax.cases import error_rule
 from ikbo_jax.cases.linear_compression import ALIGNED_K, Case, Inputs, oracle
 from ikbo_jax.models import ranking
@@ -119,8 +119,8 @@ class Report:
         return all(m.agrees for m in self.measured)
 
 
-def run_parts(calls: Sequence[Callable[[], Any]], log: Log) -> list[Any]:
-    """Runs parts concurrently (see `_timing.programs`); stores programs beside the tuning cache."""
+def run_parts(parts: Sequence[Part[Any]], log: Log) -> list[Any]:
+    """Runs parts (see `_timing.programs`); stores programs beside the tuning cache."""
     table = user_cache_path()
     # Lowering takes an eighth less time without Python's garbage collector, and 27 MB more.
     is_collecting = gc.isenabled()
@@ -129,7 +129,7 @@ def run_parts(calls: Sequence[Callable[[], Any]], log: Log) -> list[Any]:
         with executables.use_store(table.parent / "programs", [table]) as reason:
             if reason is not None:
                 log(reason)
-            return run_concurrently(calls)
+            return programs.run_parts(parts)
     finally:
         if is_collecting:
             gc.enable()
@@ -317,7 +317,7 @@ def run_stages(
     stages: Sequence[Stage],
     on_progress: Log,
     rows: np.ndarray | slice = slice(None),
-) -> Report:
+) -> Part[Report]:
     """Checks the result of every stage and times the stages interleaved.
 
     Args:
@@ -346,7 +346,7 @@ def run_stages(
     assert baseline.fn is not None
     out = jax.eval_shape(baseline.fn, *shapes)
     programs.add("comparison", compare, out, exact, timed=False)
-    compiled = programs.compiled()
+    compiled = yield programs
 
     inputs = make(compiled["inputs"](seed_bits(seed)), index)
     expected = compiled["oracle in float32"](inputs)
@@ -360,7 +360,7 @@ def run_stages(
     return Report(request, measured, tuple(not_run), limit)
 
 
-def run(request: Request, *, on_progress: Log = lambda _: None) -> Report:
+def run(request: Request, *, on_progress: Log = lambda _: None) -> Part[Report]:
     """Runs the part on linear compression; see `run_stages`."""
     return run_stages(
         *("linear compression", request, request.case, request.seed, user_index(request)),

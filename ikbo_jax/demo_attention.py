@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ikbo_jax import demo
-from ikbo_jax._timing.programs import Log
+from ikbo_jax._timing.programs import Log, Part
 from ikbo_jax.cases.attention import Case, Inputs, oracle
 from ikbo_jax.demo import Report, Stage
 from ikbo_jax.ops.dispatch import hopper_unavailable_reason
@@ -69,7 +69,7 @@ def stages(request: Request) -> list[Stage]:
     return [*found, Stage("3  fused", contender("fused"), moved, "mosaic_gpu")]
 
 
-def run(request: Request, *, on_progress: Log = lambda _: None) -> Report:
+def run(request: Request, *, on_progress: Log = lambda _: None) -> Part[Report]:
     """Runs the part on attention; see `demo.run_stages`."""
     ranking = request.ranking
     rows = np.linspace(0, ranking.candidates - 1, min(NUM_CHECKED, ranking.candidates))

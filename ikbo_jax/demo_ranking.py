@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ikbo_jax import demo
-from ikbo_jax._timing.programs import NETWORK_ON_GPU, Log, Programs
+from ikbo_jax._timing.programs import NETWORK_ON_GPU, Log, Part, Programs
 from ikbo_jax.cases.ranking import oracle, tolerance
 from ikbo_jax.demo import Stage
 from ikbo_jax.models import ranking
@@ -82,7 +82,7 @@ def versions() -> dict[str, Callable[..., jax.Array]]:
     }
 
 
-def run(sizes: Sizes, seed: int, *, on_progress: Log = lambda _: None) -> Report:
+def run(sizes: Sizes, seed: int, *, on_progress: Log = lambda _: None) -> Part[Report]:
     """Scores a seeded request with every version, checks the logits and times the versions."""
     log = demo.prefixed_log("network", on_progress)
     programs = Programs(log, NETWORK_ON_GPU, identity=f"network {sizes}")
@@ -100,7 +100,7 @@ def run(sizes: Sizes, seed: int, *, on_progress: Log = lambda _: None) -> Report
     programs.add("oracle in float32", oracle, *shapes, timed=False)
     for name, fn in versions().items():
         programs.add(name, fn, *shapes)
-    compiled = programs.compiled()
+    compiled = yield programs
 
     inputs = (
         compiled["parameters"](seed_bits),
@@ -136,7 +136,7 @@ class Point(NamedTuple):
     memory_bytes: dict[str, int]
 
 
-def sweep(sizes: Sizes, seed: int, *, on_progress: Log = lambda _: None) -> tuple[Point, ...]:
+def sweep(sizes: Sizes, seed: int, *, on_progress: Log = lambda _: None) -> Part[tuple[Point, ...]]:
     """Times the materialised and the co-designed network over the number of candidates per user."""
     log = demo.prefixed_log("plot", on_progress)
     programs = Programs(log, NETWORK_ON_GPU, identity=f"sweep {sizes}")
@@ -153,7 +153,7 @@ def sweep(sizes: Sizes, seed: int, *, on_progress: Log = lambda _: None) -> tupl
         for name in names:
             shapes = (params, ranking.Request._make([*drawn, index]))
             programs.add(f"{name}, {ratio} candidates per user", versions()[name], *shapes)
-    compiled = programs.compiled()
+    compiled = yield programs
 
     values, points = compiled["parameters"](seed_bits), []
     for ratio, point_sizes in sizes_at.items():

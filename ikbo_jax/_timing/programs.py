@@ -1,25 +1,20 @@
 """Compiles the programs of the demo in parallel, and runs them when none compiles.
 
-The demo has several parts, and each part creates one `Programs`. `run_concurrently` runs every part
-in a thread:
+The demo has several parts, and each part creates one `Programs`. `run_parts` has the parts
 
-1. parts lower their programs in the order of the parts, so that the lowered text, which is the key
-   of JAX's compilation cache, does not depend on the timing of the threads;
-2. every program compiles in a thread of its part's pool as soon as it is lowered, and its
-   Mosaic GPU kernels in threads beside it;
-3. no part runs or times a program before all parts have compiled; then parts run in order.
+1. lower their programs in order; every program compiles in a thread of its part's pool as soon as
+   it is lowered, and its Mosaic GPU kernels in threads beside it;
+2. run and time their programs, in order, when all have compiled.
 """
 
 from __future__ import annotations
 
 import contextlib
-import contextvars
 import functools
 import os
 import re
-import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -45,85 +40,34 @@ UNTIMED_ON_GPU = {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": Fal
 NETWORK_ON_GPU = {"xla_gpu_enable_triton_gemm": False}
 
 
-class Stopped(Exception):
-    """Ends a part because another part failed or the user interrupted the demo."""
+#: A part of the demo: it lowers programs, yields them, takes them compiled, and returns its result.
+type Part[Result] = Generator[Programs, dict[str, jax.stages.Compiled], Result]
 
 
-class _Part:
-    """Holds the state of one part, for which other parts wait; adds itself to `parts`."""
+def run_parts[Result](parts: Sequence[Part[Result]]) -> list[Result]:
+    """Runs parts as the module's docstring says; returns their results.
 
-    def __init__(self, parts: list[_Part]) -> None:
-        self.parts = parts
-        parts.append(self)
-        self.lowered, self.compiled, self.finished = (threading.Event() for _ in range(3))
-        self.stopped = False
-
-    def _earlier(self) -> list[_Part]:
-        return self.parts[: self.parts.index(self)]
-
-    def wait_to_lower(self) -> None:
-        """Waits until the earlier parts have lowered all of their programs."""
-        for part in self._earlier():
-            part.lowered.wait()
-        self.check()
-
-    def wait_to_run(self) -> None:
-        """Waits until all parts have compiled and the earlier parts have run."""
-        self.compiled.set()
-        for part in self.parts:
-            part.compiled.wait()
-        for part in self._earlier():
-            part.finished.wait()
-        self.check()
-
-    def finish(self) -> None:
-        """Lets the other parts continue, whether or not this part succeeded."""
-        for event in (self.lowered, self.compiled, self.finished):
-            event.set()
-
-    def check(self) -> None:
-        """Raises Stopped if the demo has been stopped."""
-        if self.stopped:
-            raise Stopped
-
-
-_current: contextvars.ContextVar[_Part | None] = contextvars.ContextVar("part", default=None)
-
-
-def run_concurrently(calls: Sequence[Callable[[], Any]]) -> list[Any]:
-    """Runs parts in threads as the module's docstring says; returns their results.
-
-    Raises the exception of the first part that failed, or KeyboardInterrupt. The other parts then
-    stop before they lower or run the next program; compilations in progress continue.
+    When a part fails, no other one continues; compilations in progress do.
     """
-    parts: list[_Part] = []
-    for _ in calls:
-        _Part(parts)
-    futures: list[Future[Any]] = [Future() for _ in calls]
-
-    def stop() -> None:
-        for part in parts:
-            part.stopped = True
-
-    def body(part: _Part, call: Callable[[], Any], future: Future[Any]) -> None:
-        _current.set(part)  # a new thread does not inherit context variables
-        try:
-            part.wait_to_lower()
-            future.set_result(call())
-        except BaseException as error:
-            stop()
-            future.set_exception(error)
-        finally:
-            part.finish()
-
-    for part, call, future in zip(parts, calls, futures, strict=True):
-        arguments = (part, call, future)
-        threading.Thread(target=body, args=arguments, name="demo part", daemon=True).start()
+    added: list[Programs] = []
     try:
-        return [future.result() for future in futures]
-    except BaseException:
-        stop()
-        raise
+        for part in parts:
+            added.append(next(part))
+        compiled = [programs.compiled() for programs in added]
+        return [_result(part, found) for part, found in zip(parts, compiled, strict=True)]
+    finally:
+        for programs in added:
+            programs.stop()
+
+
+def _result[Result](part: Part[Result], compiled: dict[str, jax.stages.Compiled]) -> Result:
+    """Runs a part that has lowered its programs."""
+    try:
+        part.send(compiled)
+    except StopIteration as end:
+        result: Result = end.value
+        return result
+    raise RuntimeError("a part yields its programs once")
 
 
 def kernels_of(lowered: jax.stages.Lowered) -> list[jax.stages.Traced]:
@@ -179,7 +123,6 @@ class Programs:
         }
         self._log, self._identity = log, identity
         self._store = executables.current_store() if identity else None
-        self._part = _current.get() or _Part([])
         workers = min(WORKERS, os.cpu_count() or 1)
         self._pool = ThreadPoolExecutor(workers, thread_name_prefix="compile")
         self._futures: dict[str, Future[jax.stages.Compiled]] = {}
@@ -190,7 +133,6 @@ class Programs:
         Args are arrays, or their shapes; `timed`: the program will not only run once. Returns the
         shapes of the result.
         """
-        self._part.check()
         options = self._options[timed]
         key, stored = "", None
         if self._store is not None:
@@ -230,11 +172,9 @@ class Programs:
         return compiled
 
     def compiled(self) -> dict[str, jax.stages.Compiled]:
-        """Waits for the part's programs and for its turn to run; returns programs by name."""
-        self._part.lowered.set()
-        try:
-            found = {name: future.result() for name, future in self._futures.items()}
-        finally:
-            self._pool.shutdown(wait=False, cancel_futures=True)
-        self._part.wait_to_run()
-        return found
+        """Waits for the programs; returns them by name."""
+        return {name: future.result() for name, future in self._futures.items()}
+
+    def stop(self) -> None:
+        """Compiles no program that has not begun to compile."""
+        self._pool.shutdown(wait=False, cancel_futures=True)

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -18,12 +18,6 @@ from ikbo_jax.reference import gdpa_chunked, gdpa_chunked_vjp
 from ikbo_jax.reference.gdpa import Arrays, Settings, materialised
 
 Gradients = tuple[jax.Array, jax.Array, jax.Array]
-#: Names of the results of each direction, in order.
-RESULTS = {
-    "forward": ("out",),
-    "backward": ("d_query", "d_key", "d_value"),
-    "both": ("out", "d_query", "d_key", "d_value"),
-}
 
 
 class Inputs(NamedTuple):
@@ -102,20 +96,6 @@ class Case(case.Case):
         sequences = np.unique(np.linspace(0, self.problem.batch - 1, 3).astype(np.int32))
         found = [_sampled_errors(self.forward, actual, inputs, jnp.int32(n)) for n in sequences]
         return [float(x) for x in np.max(np.asarray(jax.device_get(found)), axis=0)]
-
-
-def check_results(
-    forward: gdpa.Case, results: Sequence[jax.Array], inputs: Inputs, direction: str
-) -> Check:
-    """Compares `RESULTS[direction]` with the XLA path; returns the check nearest its bound."""
-    checks = []
-    if direction != "backward":
-        checks.append(forward.check(results[0], inputs.arrays))
-    if direction != "forward":
-        backward = Case(GdpaBackwardProblem.of(forward.problem), forward.lengths)
-        d_query, d_key, d_value = results[-3:]
-        checks.append(backward.check((d_query, d_key, d_value), inputs))
-    return case.nearest(checks)
 
 
 @functools.partial(jax.jit, static_argnums=0, compiler_options=UNTUNED)

@@ -1,4 +1,4 @@
-"""A representative ranking network in the style of InterFormer and Kunlun, in three versions.
+"""A representative ranking network in the style of InterFormer and Kunlun, in two versions.
 
 A request holds users (dense features, tokens, a history) and their candidates (tokens). Each layer
 
@@ -32,7 +32,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from ikbo_jax.layers import functional, parameters
-from ikbo_jax.models import by_hand, strategies
+from ikbo_jax.models import strategies
 from ikbo_jax.models.strategies import Strategy, rms_norm
 from ikbo_jax.ops.padded_weight import pad_weight
 from ikbo_jax.ops.sharded import vary_over_same_axes
@@ -237,18 +237,17 @@ def _parameters(sizes: Sizes, normal: Callable[[tuple[int, ...]], jax.Array]) ->
     }
 
 
-def materialised(params: dict[str, Any], request: Request, *, tuned: bool = False) -> jax.Array:
+def materialised(params: dict[str, Any], request: Request) -> jax.Array:
     """Scores by the network in its usual form, which copies every user to its candidates.
 
-    `tuned` speeds the copies up: aligned embedding rows, and cuDNN on an NVIDIA GPU. Returns logits
-    [B, tasks] f32.
+    Returns logits [B, tasks] f32.
     """
-    return _network(params, request, strategies.TUNED if tuned else strategies.MATERIALISED)
+    return network(params, request, strategies.MATERIALISED)
 
 
 def co_designed(params: dict[str, Any], request: Request) -> jax.Array:
     """Scores like `materialised` without copies of users; takes parameters of `prepare`, too."""
-    return _network(params, request, strategies.CO_DESIGNED)
+    return network(params, request, strategies.CO_DESIGNED)
 
 
 def prepare(params: dict[str, Any]) -> dict[str, Any]:
@@ -272,19 +271,8 @@ def prepare(params: dict[str, Any]) -> dict[str, Any]:
     return rest | {"layers": layers, "head": head | {"w_hidden": split}}
 
 
-def hand_optimised(params: dict[str, Any], request: Request, *, most: int) -> jax.Array:
-    """Scores like `materialised`, as an expert writes it for XLA, without this library.
-
-    User and candidate are compressed separately. The queries of all candidates of a user are folded
-    into one sequence, so that attention needs no copies of the keys. A user's candidates beyond
-    `most` have NaN.
-    """
-    index = request.cand_to_user
-    fold = by_hand.fold_by_user(index, request.history.shape[0], most)
-    return _network(params, request, by_hand.hand_optimised(fold))
-
-
-def _network(params: dict[str, Any], request: Request, strategy: Strategy) -> jax.Array:
+def network(params: dict[str, Any], request: Request, strategy: Strategy) -> jax.Array:
+    """Scores by a strategy: logits [B, tasks] f32."""
     # The named scopes let a profile tell the parts of the network from one another.
     index, width = request.cand_to_user, request.history.shape[-1]
     users = request.history.shape[0]

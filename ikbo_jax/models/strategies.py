@@ -24,7 +24,6 @@ CandidateOp = Callable[[Parameters, jax.Array, Any, jax.Array], jax.Array]
 
 #: Elements to which a row is padded: 16 bytes of a 16-bit dtype, which tensor cores read at once.
 ALIGNMENT = 8
-F32 = jnp.float32
 
 
 def rms_norm(x: jax.Array) -> jax.Array:
@@ -35,7 +34,7 @@ def rms_norm(x: jax.Array) -> jax.Array:
 
 
 def softmax_attention(
-    query: jax.Array, key: jax.Array, value: jax.Array, *, tuned: bool
+    query: jax.Array, key: jax.Array, value: jax.Array, *, tuned: bool = False
 ) -> jax.Array:
     """Attends by `jax.nn`; with `tuned`, by cuDNN where cuDNN takes dtype and width."""
     narrow = query.dtype in (jnp.bfloat16, jnp.float16)
@@ -94,43 +93,20 @@ class Strategy(NamedTuple):
     remember: Callable[[Any, jax.Array], tuple[Any, Any]] = _remember
 
 
-def activated_attention(
-    query: jax.Array, key: jax.Array, value: jax.Array, *, tuned: bool = False
-) -> jax.Array:
-    """Computes gelu(query · keyᵀ / √H) · value / √S with f32 scores.
+_product = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
 
-    With `tuned`, the gradient also multiplies in the arrays' dtype (`einsum_f32`).
-    """
-    product = einsum_f32 if tuned else functools.partial(jnp.einsum, preferred_element_type=F32)
+
+def activated_attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    product: Callable[..., jax.Array] = _product,
+) -> jax.Array:
+    """Computes gelu(query · keyᵀ / √H) · value / √S with f32 scores, by an einsum `product`."""
     scores = product("btnh,bsnh->bnts", query, key)
     weights = jax.nn.gelu(scores * jnp.float32(query.shape[-1] ** -0.5), approximate=False)
     out = jnp.einsum("bnts,bsnh->btnh", weights.astype(value.dtype), value)
     return out * jnp.asarray(key.shape[1] ** -0.5, out.dtype)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def einsum_f32(axes: str, a: jax.Array, b: jax.Array) -> jax.Array:
-    """Sums like `jnp.einsum` in f32; rounds the cotangent to the operands' dtype.
-
-    JAX' own gradient would multiply the f32 cotangent with widened operands: twice the time.
-    """
-    return jnp.einsum(axes, a, b, preferred_element_type=F32)
-
-
-def _einsum_f32_vjp(
-    axes: str, operands: tuple[jax.Array, jax.Array], d_out: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    a, b = operands
-    of_operands, of_result = axes.split("->")
-    of_a, of_b = of_operands.split(",")
-    d_out = d_out.astype(a.dtype)
-    return (
-        jnp.einsum(f"{of_result},{of_b}->{of_a}", d_out, b),
-        jnp.einsum(f"{of_result},{of_a}->{of_b}", d_out, a),
-    )
-
-
-einsum_f32.defvjp(lambda axes, a, b: (einsum_f32(axes, a, b), (a, b)), _einsum_f32_vjp)
 
 
 def look_up(user: jax.Array, index: jax.Array) -> jax.Array:
@@ -148,7 +124,7 @@ def look_up(user: jax.Array, index: jax.Array) -> jax.Array:
 
 
 def pool_by_seeds(
-    params: Parameters, x: jax.Array, numbers: jax.Array, *, tuned: bool
+    params: Parameters, x: jax.Array, numbers: jax.Array, *, tuned: bool = False
 ) -> jax.Array:
     """Pools a normalised history by softmax attention from the seeds, for every user."""
     del numbers
@@ -158,9 +134,15 @@ def pool_by_seeds(
     return functional.merge_heads(out, params["w_out"])
 
 
-def _attend_to_copies(
-    params: Parameters, queries: jax.Array, history: jax.Array, index: jax.Array, *, tuned: bool
+def attend_to_copies(
+    params: Parameters,
+    queries: jax.Array,
+    history: jax.Array,
+    index: jax.Array,
+    *,
+    tuned: bool = False,
 ) -> jax.Array:
+    """Attends from queries, which are normalised, to a copy of the history for every candidate."""
     out = softmax_attention(
         *functional.projected(params, rms_norm(queries), look_up(history, index)), tuned=tuned
     )
@@ -175,11 +157,16 @@ def _feed_forward_by_copies(
     return queries + functional.merge_heads(out, params["w_out"]) + of_all[:, None]
 
 
-def _compress_copies(
-    params: Parameters, rows: jax.Array, tokens: jax.Array, index: jax.Array, *, tuned: bool
+def compress_copies(
+    params: Parameters,
+    rows: jax.Array,
+    tokens: jax.Array,
+    index: jax.Array,
+    *,
+    padding: int = 0,
 ) -> jax.Array:
+    """Compresses a copy of the user's rows beside a candidate's, and `padding` rows of zeros."""
     parts, weights = [look_up(rows, index), tokens], [params["w_user"], params["w_cand"]]
-    padding = -(rows.shape[1] + tokens.shape[1]) % ALIGNMENT if tuned else 0
     if padding:
         parts.append(jnp.zeros((tokens.shape[0], padding, tokens.shape[2]), tokens.dtype))
         weights.append(jnp.zeros((weights[0].shape[0], padding), tokens.dtype))
@@ -193,16 +180,13 @@ def _join_copies(
     return jnp.concatenate([look_up(user, index), cand], axis=1) @ weight
 
 
-MATERIALISED, TUNED = (
-    Strategy(
-        pool=functools.partial(pool_by_seeds, tuned=tuned),
-        attend=functools.partial(_attend_to_copies, tuned=tuned),
-        feed_forward=_feed_forward_by_copies,
-        compress=functools.partial(_compress_copies, tuned=tuned),
-        join=_join_copies,
-        joins_queries=False,
-    )
-    for tuned in (False, True)
+MATERIALISED = Strategy(
+    pool=pool_by_seeds,
+    attend=attend_to_copies,
+    feed_forward=_feed_forward_by_copies,
+    compress=compress_copies,
+    join=_join_copies,
+    joins_queries=False,
 )
 
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 
-from ikbo_jax.ops.stacking import concatenate, stack
+from ikbo_jax.ops.stacking import concatenate, own_index
 
 #: Names of the dimensions of the query and of lse, and those that divide over devices.
 QUERY, LSE = "b t (k g) h", "b t (k g)"
@@ -84,29 +83,13 @@ def fold(size: int, batched: Arrays, arrays: Arrays, *, fold_users: bool) -> Arr
     With `fold_users` each problem gets users of its own, copied if they are not batched. Else
     `key`, `value`, `lengths` and `bias` are not batched.
     """
-    query, key, value, index, lengths, ranges, *own = arrays[:8]
-    bias = arrays.bias
-    if fold_users:
-        users = key.shape[batched.key]
-        key, value = (
-            concatenate(size, x, bool(b)) for x, b in ((key, batched.key), (value, batched.value))
-        )
-        if lengths is not None:
-            lengths = concatenate(size, lengths, bool(batched.lengths))
-        if bias is not None:
-            bias = concatenate(size, bias, bool(batched.bias))
-        # Clamp before the offset is added: a value outside one problem's users would otherwise
-        # point to users of another problem.
-        offsets = jnp.arange(size, dtype=jnp.int32)[:, None] * users
-        index = stack(size, index, bool(batched.cand_to_user))
-        index = (jnp.clip(index, 0, users - 1) + offsets).reshape(-1)
-    else:
-        index = concatenate(size, index, bool(batched.cand_to_user))
-    query = concatenate(size, query, bool(batched.query))
-    if ranges is not None:
-        ranges = concatenate(size, ranges, bool(batched.ranges))
-    own = [
-        None if x is None else concatenate(size, x, bool(is_batched))
-        for x, is_batched in zip(own, batched[6:8], strict=True)
+    of_users = () if fold_users else ("key", "value", "lengths", "bias")
+    joined = [
+        x if name in of_users else concatenate(size, x, is_batched)
+        for name, x, is_batched in zip(Arrays._fields, arrays, batched, strict=True)
     ]
-    return Arrays(query, key, value, index, lengths, ranges, *own)._replace(bias=bias)
+    if not fold_users:
+        return Arrays._make(joined)
+    users = arrays.key.shape[batched.key]
+    index = own_index(size, arrays.cand_to_user, bool(batched.cand_to_user), users)
+    return Arrays._make(joined)._replace(cand_to_user=index)

@@ -89,12 +89,8 @@ def kernel_vjp(
         blocks: dict[str, Any] = {"output_scale": settings.output_scale, "block": key_config.block}
         of_rows = softmax.statistics_of(work.blocks, out, lse, d_out, **blocks)
     options: dict[str, Any] = {
-        "activations": settings.activations,
-        "approx": one_by_one(settings.approx),
-        "scale": settings.scale,
-        "output_scale": settings.output_scale,
+        "settings": settings._replace(approx=one_by_one(settings.approx)),
         "num_sms": num_sms,
-        "logit_cap": settings.logit_cap,
         "statistics": of_rows,
         "masks": masks,
     }

@@ -60,6 +60,5 @@ def fold(size: int, batched: Any, arrays: Arrays, fold_kv: bool) -> Arrays:
         cu_kv = jnp.append(cu_kv, jnp.full(2, key.shape[0], jnp.int32))
         empty = jnp.full((size, 1), cu_kv.shape[0] - 2, jnp.int32)
         index = jnp.concatenate((index, empty), axis=1)
-    if intervals is not None:
-        intervals = concatenated(intervals, batched.intervals)
+    intervals = concatenated(intervals, batched.intervals)
     return Arrays(query, key, value, cu_q, cu_kv, index.reshape(-1), intervals)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from ikbo_jax.ops import dispatch, look_up
 from ikbo_jax.ops.op import Gradient, gradient_config
 from ikbo_jax.ops.sharded import run_kernel
-from ikbo_jax.ops.stacking import stack, unstack
+from ikbo_jax.ops.stacking import concatenate, own_index, stack, unstack
 from ikbo_jax.problems import (
     LinearCompressionBackwardProblem,
     LinearCompressionBackwardTuning,
@@ -58,13 +58,12 @@ def fold(size: int, folded: Sequence[bool], arrays: Arrays) -> Arrays:
     for embedding, parent, is_folded in zip(arrays.embeddings, arrays.parents, folded, strict=True):
         rows, k, n = embedding.shape[is_folded:]
         if parent is not None and is_folded:
-            parent = jnp.broadcast_to(parent, (size, rows))
+            # Parents may be batched where they point to levels that all problems share.
+            is_batched = parent.ndim > 1
             if coarser_folded:
-                # Clamp before the offset is added: a value outside one problem's entries would
-                # otherwise point to entries of another problem.
-                offsets = jnp.arange(size, dtype=jnp.int32)[:, None] * coarser_rows
-                parent = jnp.clip(parent, 0, coarser_rows - 1) + offsets
-            parent = parent.reshape(size * rows)
+                parent = own_index(size, parent, is_batched, coarser_rows)
+            else:
+                parent = concatenate(size, parent, is_batched)
         embeddings.append(embedding.reshape(size * rows, k, n) if is_folded else embedding)
         parents.append(parent)
         coarser_folded, coarser_rows = is_folded, rows

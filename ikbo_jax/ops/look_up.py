@@ -15,7 +15,7 @@ from ikbo_jax.ops import arguments, dispatch
 from ikbo_jax.ops.op import Call, Gradient, Named, Op, Part, Pulled, gradient_config
 from ikbo_jax.ops.partition import Division, dimensions
 from ikbo_jax.ops.sharded import run_kernel, zeros
-from ikbo_jax.ops.stacking import stack, unstack
+from ikbo_jax.ops.stacking import own_index, unstack
 from ikbo_jax.problems.look_up import LookUpProblem, RowsProblem, SegmentSumProblem
 from ikbo_jax.reference import look_up as reference
 
@@ -193,22 +193,14 @@ def _segment_sum(call: _Call, config: Any, arrays: RowArrays) -> jax.Array:
     return found.reshape(call.users, *values.shape[1:])
 
 
-def _fold_users(call: _Call, size: int, index: jax.Array, is_batched: bool) -> Any:
-    """Joins the indices of `size` problems, each with its own users; returns the call, too."""
-    # Clamp before the offset is added: a value outside one problem's users would otherwise point to
-    # users of another problem.
-    index = jnp.clip(stack(size, index, is_batched), 0, call.users - 1)
-    offsets = jnp.arange(size, dtype=jnp.int32)[:, None] * call.users
-    return dataclasses.replace(call, users=size * call.users), (index + offsets).reshape(-1)
-
-
 def _fold(
     kind: type[RowsProblem], call: _Call, size: int, batched: RowArrays, arrays: RowArrays
 ) -> tuple[_Call, RowArrays] | None:
     """Folds problems into one; None if that would copy values that they share."""
     rows, index = arrays
     if batched.rows:
-        call, index = _fold_users(call, size, index, bool(batched.cand_to_user))
+        index = own_index(size, index, bool(batched.cand_to_user), call.users)
+        call = dataclasses.replace(call, users=size * call.users)
         rows = rows.reshape(-1, *rows.shape[2:])
     elif kind is LookUpProblem:  # shared users stay shared
         call, index = dataclasses.replace(call, is_sorted=False), index.reshape(-1)

@@ -1,5 +1,7 @@
 """Joins the arrays of several problems of a `vmap`, and splits results again."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
@@ -9,9 +11,19 @@ def stack(size: int, array: jax.Array, is_batched: bool) -> jax.Array:
     return array if is_batched else jnp.broadcast_to(array, (size, *array.shape))
 
 
-def concatenate(size: int, array: jax.Array, is_batched: bool) -> jax.Array:
-    """Joins the rows of `size` problems; each has a copy of what is not batched."""
-    return stack(size, array, is_batched).reshape(-1, *array.shape[1 + is_batched :])
+def concatenate[A: (jax.Array, jax.Array | None)](size: int, array: A, is_batched: Any) -> A:
+    """Joins the rows of `size` problems; each has a copy of what is not batched. None stays."""
+    if array is None:
+        return array
+    return stack(size, array, bool(is_batched)).reshape(-1, *array.shape[1 + is_batched :])
+
+
+def own_index(size: int, index: jax.Array, is_batched: bool, rows: int) -> jax.Array:
+    """Joins indices into `rows` rows of which each of `size` problems gets its own."""
+    # Clamp before the offset is added: an index outside one problem's rows would otherwise point to
+    # rows of another problem.
+    inside = jnp.clip(stack(size, index, is_batched), 0, rows - 1)
+    return (inside + jnp.arange(size, dtype=jnp.int32)[:, None] * rows).reshape(-1)
 
 
 def unstack[R](size: int, results: R) -> R:

@@ -45,9 +45,8 @@ def test_gdpa_softmax_lse(name):
     _, lse = attention.jagged_attention_kernel(
         *arrays[:3],
         tiles,
+        settings,
         out_rows=reference.out_shape(arrays, settings)[0],
-        scale=settings.scale,
-        output_scale=settings.output_scale,
         return_residuals=True,
         config=GdpaConfig().for_softmax,
         num_sms=dispatch.num_sms(),

@@ -9,6 +9,7 @@ import pytest
 from training_runs import assert_learnt_alike, curves, versions
 
 import ikbo_jax as ikbo
+from benchmarks import ranking_by_hand
 from ikbo_jax.cases import ranking as cases
 from ikbo_jax.models import ranking
 
@@ -19,8 +20,8 @@ MOST = int(ranking.candidate_counts(SIZES).max())
 VERSIONS = {
     "co_designed": ranking.co_designed,
     "rewritten": ikbo.rewrite(ranking.materialised),
-    "hand_optimised": functools.partial(ranking.hand_optimised, most=MOST),
-    "tuned": functools.partial(ranking.materialised, tuned=True),
+    "hand_optimised": functools.partial(ranking_by_hand.hand_optimised, most=MOST),
+    "tuned": ranking_by_hand.tuned_copies,
 }
 
 

@@ -294,9 +294,8 @@ def test_interpreted_softmax_is_exact_where_the_first_maximum_does_not_do(launch
     results = attention.jagged_attention_kernel(
         *spoiled[:3],
         tiles,
+        case.settings,
         out_rows=15,
-        scale=case.settings.scale,
-        output_scale=case.settings.output_scale,
         return_residuals=True,
         config=case.config.for_softmax,
         num_sms=1,
@@ -323,11 +322,8 @@ def test_interpreted_short_softmax_returns_lse(finds_tiles, launches) -> None:
     out, lse = short_gdpa.short_gdpa(
         *arrays[:3],
         tiles,
+        settings,
         out_rows=28,
-        activations=("softmax",),
-        approx=None,
-        scale=settings.scale,
-        output_scale=settings.output_scale,
         return_residuals=True,
         config=ShortGdpaConfig(16, 16, finds_tiles=finds_tiles),
         num_sms=1,

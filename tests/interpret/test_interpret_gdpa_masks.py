@@ -125,15 +125,10 @@ def attend(case: Case, arrays: Any) -> tuple[jax.Array, jax.Array | None]:
     return gdpa.gdpa_forward(
         *masked[:3],
         tiles,
+        settings,
         out_rows=out_shape(arrays, settings)[0],
-        activations=settings.activations,
-        approx=None,
-        scale=settings.scale,
-        output_scale=settings.output_scale,
         config=case.config,
         num_sms=case.num_sms,
-        logit_cap=settings.logit_cap,
-        rule=settings.rule,
         seen=found,
         return_residuals=True,
     )

@@ -19,6 +19,7 @@ from ikbo_jax.pallas.activations import values as kernel
 from ikbo_jax.pallas.activations import weights as gdpa_weights
 from ikbo_jax.pallas.gdpa_backward import softmax
 from ikbo_jax.reference import activations as reference
+from ikbo_jax.reference.gdpa import Settings
 
 NAMES = [name for name in reference.ACTIVATIONS if name != reference.SOFTMAX]
 PAIRS = [
@@ -213,8 +214,9 @@ def test_capped_weights_and_slopes(logit_cap: float, has_f32_range: bool) -> Non
     argument, slope = np.float32(logit_cap * inner), 1 - inner**2
     d_weights = np.linspace(-2, 2, scores.size, dtype=np.float32)
     for approx, name in PAIRS:
-        scales = scale, 1.0
-        spec = gdpa_weights.ActivationSpec.of((name,), approx, scales, has_f32_range, logit_cap)
+        settings = Settings((name,), approx, scale, logit_cap=logit_cap)
+        dtype = jnp.dtype("bfloat16" if has_f32_range else "float16")
+        spec = gdpa_weights.ActivationSpec.of(settings, dtype)
         expected = reference.elementwise(name, approx)
         value, alone = expected.value(argument), result(spec, 0, scores)
         close = functools.partial(np.testing.assert_allclose, err_msg=f"{name} {approx}")

@@ -18,6 +18,7 @@ from ikbo_jax.problems import GdpaConfig, GdpaProblem, ShortGdpaConfig, hopper
 from ikbo_jax.problems import short_gdpa as short_configs
 from ikbo_jax.problems.attention_tile_cost import MOST_LISTED_WORDS
 from ikbo_jax.problems.hopper import WARPGROUP_SIZE
+from ikbo_jax.reference.gdpa import Settings
 from ikbo_jax.tuning import table_rows
 
 pytestmark = pytest.mark.slow
@@ -50,13 +51,9 @@ def is_softmax(problem: GdpaProblem) -> bool:
 
 def launch(problem: GdpaProblem, config: Any, scales: tuple[float, float]) -> tuple:
     """The kernel's host function, and the shapes it takes."""
-    options: dict[str, Any] = {
-        "out_rows": problem.q_rows,
-        "scale": scales[0],
-        "output_scale": scales[1],
-        "num_sms": NUM_SMS,
-    }
-    activation = {"activations": problem.activations, "approx": problem.approx}
+    options: dict[str, Any] = {"out_rows": problem.q_rows, "num_sms": NUM_SMS}
+    logit_cap = LOGIT_CAP if problem.has_logit_cap else None
+    settings = Settings(problem.activations, problem.approx, *scales, logit_cap)
     is_found = isinstance(config, ShortGdpaConfig) and config.finds_tiles
     bounds = problem.max_seqlen_q, problem.max_seqlen_kv
 
@@ -65,18 +62,17 @@ def launch(problem: GdpaProblem, config: Any, scales: tuple[float, float]) -> tu
         if is_found:
             sizes = query.shape[0], key.shape[0], *bounds
             tiles = Offsets(None if problem.broadcast_q else ints[0], ints[1], None, *sizes)
-        operands = (query, key, value, tiles)
+        operands = (query, key, value, tiles, settings)
         if isinstance(config, ShortGdpaConfig):
             has_residuals = is_softmax(problem)
             return short_gdpa.short_gdpa(
-                *operands, return_residuals=has_residuals, **activation, config=config, **options
+                *operands, return_residuals=has_residuals, config=config, **options
             )
-        options["logit_cap"] = LOGIT_CAP if problem.has_logit_cap else None
         if is_softmax(problem):
             return attention.jagged_attention_kernel(
                 *operands, return_residuals=True, config=config.for_softmax, **options
             )
-        return kernel.gdpa_forward(*operands, **activation, config=config, **options)
+        return kernel.gdpa_forward(*operands, config=config, **options)
 
     def shape(rows: int, heads: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((rows, heads, problem.head_dim), jnp.dtype(problem.dtype))

@@ -16,6 +16,7 @@ from ikbo_jax.problems import GdpaBackwardConfig as Config
 from ikbo_jax.problems import GdpaBackwardProblem, memory
 from ikbo_jax.problems import gdpa_backward as backward_configs
 from ikbo_jax.problems.hopper import NUM_CONSUMERS, TILE_ROWS, WARPGROUP_SIZE, WGMMA_M
+from ikbo_jax.reference.gdpa import Settings
 from ikbo_jax.tuning import table_rows
 
 pytestmark = pytest.mark.slow
@@ -67,13 +68,9 @@ class Case:
     def launch(self) -> tuple[Any, ...]:
         """The kernel's host function, and the shapes it takes."""
         options: dict[str, Any] = {
-            "activations": self.activations,
-            "approx": self.approx,
-            "scale": 0.3,
-            "output_scale": 0.7,
+            "settings": Settings(self.activations, self.approx, 0.3, 0.7, self.logit_cap),
             "config": self.chosen,
             "num_sms": 132,
-            "logit_cap": self.logit_cap,
         }
         options["out_dtype"] = jnp.float32 if self.is_wide else None
         options["is_for_keys"], kernel = self.is_for_keys, kernels.gradient_kernel

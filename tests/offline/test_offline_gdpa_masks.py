@@ -12,6 +12,7 @@ from test_offline_gdpa import DEFAULT, LOGIT_CAP, NUM_SMS, SCALES
 from ikbo_jax.pallas.flash import gdpa
 from ikbo_jax.pallas.worklist import lists, masked
 from ikbo_jax.problems import GdpaConfig, GdpaProblem
+from ikbo_jax.reference.gdpa import Settings
 from ikbo_jax.reference.hstu import Rule
 
 pytestmark = pytest.mark.slow
@@ -27,17 +28,13 @@ def launch(problem: GdpaProblem, config: GdpaConfig, rule: Rule | None) -> tuple
     """The kernel's host function, and the shapes that it takes."""
 
     def fn(query: Any, key: Any, value: Any, words: Any, counts: Any, seen: Any = None) -> Any:
+        logit_cap = LOGIT_CAP if problem.has_logit_cap else None
+        settings = Settings(problem.activations, problem.approx, *SCALES, logit_cap, rule=rule)
         return gdpa.gdpa_forward(
-            *(query, key, value, lists.TileList(words, counts)),
+            *(query, key, value, lists.TileList(words, counts), settings),
             out_rows=problem.q_rows,
-            activations=problem.activations,
-            approx=problem.approx,
-            scale=SCALES[0],
-            output_scale=SCALES[1],
             config=config,
             num_sms=NUM_SMS,
-            logit_cap=LOGIT_CAP if problem.has_logit_cap else None,
-            rule=rule,
             seen=seen,
             return_residuals=True,
         )

@@ -13,8 +13,9 @@ from flax import nnx as flax_nnx
 from training_runs import assert_learnt_alike, curves, network_and_request, versions
 
 import ikbo_jax as ikbo
+from benchmarks import ranking_by_hand
 from ikbo_jax.layers import nnx
-from ikbo_jax.models import by_hand, ranking
+from ikbo_jax.models import ranking
 from ikbo_jax.reference import gdpa_chunked
 
 pytestmark = pytest.mark.slow
@@ -108,8 +109,7 @@ def test_the_rewrite_finds_every_meeting_of_user_and_candidate(users: int) -> No
 
 
 def test_tuned_copies_are_the_same_network() -> None:
-    tuned = functools.partial(ranking.materialised, tuned=True)
-    lowered_tuned = jax.jit(tuned).lower(*inputs())
+    lowered_tuned = jax.jit(ranking_by_hand.tuned_copies).lower(*inputs())
     rows = TINY.user_rows + TINY.cand_tokens
     assert (B, -(-rows // 8) * 8, WIDTH) in shapes_in(lowered_tuned.as_text())
     np.testing.assert_allclose(
@@ -123,7 +123,7 @@ def test_folding_by_user_and_back() -> None:
 
     @jax.jit
     def there_and_back(x):
-        fold, few = (by_hand.fold_by_user(index, 4, slots) for slots in (3, 2))
+        fold, few = (ranking_by_hand.fold_by_user(index, 4, slots) for slots in (3, 2))
         folded = fold.fold(x)
         return folded, fold.unfold(folded), few.unfold(few.fold(x))
 

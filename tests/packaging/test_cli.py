@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from ikbo_jax import _timing, cases, cli, cli_demo, demo, demo_attention, demo_ranking, terminal
-from ikbo_jax._timing import sustained_ms
+from ikbo_jax._timing import programs, sustained_ms
 from ikbo_jax.ops import dispatch
 from ikbo_jax.problems import LinearCompressionConfig
 
@@ -39,24 +39,25 @@ RUN = {demo: demo.run, demo_attention: demo_attention.run}
 @functools.cache
 def report_of(module, request):
     """What a part of the demo reports, computed once for the tests that leave it as it is."""
-    return RUN[module](request)
+    return programs.run_parts([RUN[module](request)])[0]
 
 
 @pytest.fixture
 def untimed(monkeypatch):
     """Timing and the network are the slow parts of the demo; most tests ask for neither."""
     monkeypatch.setattr(_timing, "sustained_ms", lambda fn, *args, **kwargs: [1.0])
-    monkeypatch.setattr(demo_ranking, "run", network_report)
+    monkeypatch.setattr(demo_ranking, "run", lambda *args, **_: as_part(network_report(*args)))
 
 
 @pytest.fixture
 def attention_as_it_is(untimed, monkeypatch):
-    monkeypatch.setattr(demo_attention, "run", lambda asked, **_: report_of(demo_attention, asked))
+    ran = functools.partial(report_of, demo_attention)
+    monkeypatch.setattr(demo_attention, "run", lambda asked, **_: as_part(ran(asked)))
 
 
 @pytest.fixture
 def compression_as_it_is(untimed, monkeypatch):
-    monkeypatch.setattr(demo, "run", lambda asked, **_: report_of(demo, asked))
+    monkeypatch.setattr(demo, "run", lambda asked, **_: as_part(report_of(demo, asked)))
 
 
 def run_once(fn, *args, **kwargs):
@@ -64,7 +65,13 @@ def run_once(fn, *args, **kwargs):
     return [1.0]
 
 
-def network_report(sizes, seed, *, on_progress, wrong=False):
+def as_part(report):
+    """A part of the demo that compiles nothing."""
+    yield programs.Programs(lambda text: None)
+    return report
+
+
+def network_report(sizes, seed, *, wrong=False):
     names = ("materialised", "co-designed", "rewritten")
     stages = [demo.Stage(name, None) for name in names]
     measured = tuple(demo.Measured(stage, 1.0, 8, 0.0, not wrong) for stage in stages)
@@ -149,7 +156,8 @@ def test_a_second_demo_lowers_no_program_and_compiles_nothing(demo_twice):
 def test_a_planted_disagreement_of_the_network_fails(
     attention_as_it_is, compression_as_it_is, monkeypatch, capsys
 ):
-    monkeypatch.setattr(demo_ranking, "run", functools.partial(network_report, wrong=True))
+    wrong = functools.partial(network_report, wrong=True)
+    monkeypatch.setattr(demo_ranking, "run", lambda *args, **_: as_part(wrong(*args)))
     assert cli.main(TINY) == cli.DISAGREES
     assert "network: DISAGREEMENT: materialised, co-designed, rewr" in capsys.readouterr().out
 
@@ -170,7 +178,7 @@ def test_the_network_is_held_to_its_oracle(untimed, monkeypatch):
     )
     monkeypatch.setattr(demo_ranking, "oracle", lambda *inputs: jnp.ones((24, 2)))
     request = demo.Request(24, 5, 9, 8, 7, 11, "float32")
-    report = demo_ranking.run(demo_ranking.sizes_of(request, 1), 0)
+    (report,) = programs.run_parts([demo_ranking.run(demo_ranking.sizes_of(request, 1), 0)])
     assert {m.stage.name: m.agrees for m in report.measured} == {
         "rewritten": True,
         "materialised": True,
@@ -193,7 +201,7 @@ def test_plot_draws_the_sweep(
     attention_as_it_is, compression_as_it_is, monkeypatch, tmp_path, capsys
 ):
     points = [demo_ranking.Point(r, {"a": 1.0}, {"a": 10**6}) for r in (10, 70)]
-    monkeypatch.setattr(demo_ranking, "sweep", lambda *args, **kwargs: points)
+    monkeypatch.setattr(demo_ranking, "sweep", lambda *args, **kwargs: as_part(points))
     path = tmp_path / "out.svg"
     assert cli.main([*TINY, "--plot", str(path)]) == cli.OK
     assert f"wrote {path}" in capsys.readouterr().out
@@ -401,7 +409,7 @@ def test_attention_runs_the_kernel_where_it_can(untimed, monkeypatch, fake_atten
     monkeypatch.setattr(cases.attention, "materialised_cudnn", materialised)
     ranking = dataclasses.replace(demo.SMALL, candidates=24, users=5, dtype="float16")
     request = demo_attention.Request(ranking, q_len=2, kv_len=16, heads=2, head_dim=64)
-    report = demo_attention.run(request)
+    (report,) = programs.run_parts([demo_attention.run(request)])
     assert report.agree
     assert [m.stage.name[:2] for m in report.measured] == ["1 ", "1b", "2 ", "3 "]
     assert report.not_run == ()

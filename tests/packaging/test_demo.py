@@ -30,13 +30,13 @@ def own_cache(tmp_path, monkeypatch):
     monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
 
 
-def part(name: str, said: list[str], log: list[str]) -> str:
+def part(name: str, said: list[str], log: list[str]) -> programs.Part[str]:
     """A part of a demo: two programs, which run and are noted in `log`."""
     mine = Programs(lambda text: said.append(f"{name} {text}"))
     for number in range(2):
         log.append(f"{name} lowers {number}")
         mine.add(f"p{number}", lambda x: x * 2 + 1, jax.ShapeDtypeStruct((3,), jnp.float32))
-    compiled = mine.compiled()
+    compiled = yield mine
     log.append(f"{name} runs")
     np.testing.assert_array_equal(compiled["p1"](jnp.ones(3)), [3, 3, 3])
     log.append(f"{name} has run")
@@ -47,7 +47,7 @@ def test_parts_lower_in_order_and_none_runs_before_all_have_compiled():
     said: list[str] = []
     log: list[str] = []
     names = ["a", "b", "c"]
-    found = programs.run_concurrently([functools.partial(part, n, said, log) for n in names])
+    found = programs.run_parts([part(n, said, log) for n in names])
     assert found == names
     assert log == [
         *(f"{name} lowers {number}" for name in names for number in range(2)),
@@ -67,21 +67,19 @@ def test_programs_compile_side_by_side(monkeypatch):
 
     monkeypatch.setattr(jax.stages.Lowered, "compile", compile_together)
     monkeypatch.setattr(os, "cpu_count", lambda: 2)
-    assert part("alone", [], []) == "alone"
+    assert programs.run_parts([part("alone", [], [])]) == ["alone"]
 
 
 def test_a_part_that_fails_stops_the_others():
     log: list[str] = []
 
     def fails():
+        yield Programs(lambda text: None)
         raise ValueError("broken")
 
     with pytest.raises(ValueError, match="broken"):
-        programs.run_concurrently([fails, functools.partial(part, "b", [], log)])
-    for thread in threading.enumerate():
-        if thread.name == "demo part":
-            thread.join(60)
-    assert "b has run" not in log
+        programs.run_parts([fails(), part("b", [], log)])
+    assert log == ["b lowers 0", "b lowers 1"]
 
 
 def test_only_programs_that_are_not_timed_compile_without_autotuning(monkeypatch):
@@ -151,7 +149,7 @@ def test_programs_load_again_after_a_change_that_leaves_them_alike(tmp_path, mon
 
     def run_demo() -> None:
         jax.clear_caches()  # what was compiled before is in memory
-        demo.run_parts([functools.partial(demo.run, request)], lambda text: None)
+        demo.run_parts([demo.run(request)], lambda text: None)
 
     monkeypatch.setattr(demo, "ROUNDS", 1)
     monkeypatch.setattr(demo, "WINDOW_S", 1e-3)

@@ -12,6 +12,7 @@ import numpy as np
 from problems import random_array
 
 import ikbo_jax as ikbo
+from benchmarks import ranking_by_hand
 from benchmarks import training_networks as networks
 from ikbo_jax._timing.programs import UNTIMED_ON_GPU
 from ikbo_jax.models import ranking
@@ -37,7 +38,7 @@ def versions(sizes: ranking.Sizes) -> dict[str, Callable[..., jax.Array]]:
         "materialised": ranking.materialised,
         "co_designed": ranking.co_designed,
         "rewrite": ikbo.rewrite(ranking.materialised),
-        "hand_optimised": functools.partial(ranking.hand_optimised, most=most),
+        "hand_optimised": functools.partial(ranking_by_hand.hand_optimised, most=most),
     }
 
 

@@ -200,11 +200,8 @@ def reciprocal(x: jax.Array) -> jax.Array:
     if mosaic.is_interpreted():
         return 1 / x
 
-    @plgpu.inline_mgpu(
-        arg_types=(plgpu.Layout.WGMMA,),
-        return_type=plgpu.ShapeDtypeStruct(x.shape, jnp.float32, layout=plgpu.Layout.WGMMA),
-    )
-    def invert(_: Any, x: mgpu.FragmentedArray) -> mgpu.FragmentedArray:
+    @inline.code(x, returns=plgpu.ShapeDtypeStruct(x.shape, jnp.float32, layout=plgpu.Layout.WGMMA))
+    def inverted(x: mgpu.FragmentedArray) -> mgpu.FragmentedArray:
         f32 = ir.F32Type.get()
         pair = ir.VectorType.get((2,), f32)
         registers = np.empty_like(x.registers)
@@ -217,7 +214,7 @@ def reciprocal(x: jax.Array) -> jax.Array:
             registers[index] = vector.from_elements(pair, products)
         return inline.accumulator(registers)
 
-    return invert(x)
+    return inverted
 
 
 def _silu(x: jax.Array, needs_slope: bool) -> Pair:

@@ -53,6 +53,7 @@ from ikbo_jax.reference.activations import (
     TANH_SCALE,
     one_by_one,
 )
+from ikbo_jax.reference.gdpa import Settings
 
 #: Beyond these scales, powers of the scale, or sums without the constant, might leave f32's range.
 MIN_SCALE, MAX_SCALE = 2.0**-10, 2.0**10
@@ -75,23 +76,18 @@ class ActivationSpec(NamedTuple):
     cap: Cap | None = None
 
     @classmethod
-    def of(
-        cls,
-        names: tuple[str, ...],
-        approx: str | None,
-        scales: tuple[float, float],
-        has_f32_range: bool,
-        logit_cap: float | None,
-    ) -> ActivationSpec:
-        """Describes activations of scores that have a `logit_cap`; `scales`: scale, output_scale.
+    def of(cls, settings: Settings, dtype: Any) -> ActivationSpec:
+        """Describes the activations of a call whose arrays have this dtype.
 
         The cap's tanh is approximate if every head has an activation whose tanh is.
         """
-        approximated = APPROXIMATIONS.get(one_by_one(approx) or "", ())
-        is_approx = one_by_one(approx) == "tanh" and set(names) <= set(approximated)
+        names, approx = settings.activations, one_by_one(settings.approx)
+        is_approx = approx == "tanh" and set(names) <= set(APPROXIMATIONS[approx])
         method = Method.APPROXIMATE if is_approx else Method.SMALL_EXACT
-        scale, cap = scale_and_cap(scales[0], logit_cap, None if SOFTMAX in names else method)
-        return cls(names, approx, scale, scales[1], has_f32_range, cap)
+        of_cap = settings.scale, settings.logit_cap, None if SOFTMAX in names else method
+        scale, cap = scale_and_cap(*of_cap)
+        has_f32_range = dtype == jnp.bfloat16
+        return cls(names, settings.approx, scale, settings.output_scale, has_f32_range, cap)
 
     @property
     def takes_raw_scores(self) -> bool:
@@ -253,11 +249,8 @@ def _saturated(x: jax.Array, slope: Any, offset: float) -> jax.Array:
     layout = plgpu.Layout.WGMMA
     factor = "$2" if factors else _immediate(slope)
 
-    @plgpu.inline_mgpu(
-        arg_types=(layout,) * (1 + len(factors)),
-        return_type=plgpu.ShapeDtypeStruct(x.shape, jnp.float32, layout=layout),
-    )
-    def evaluate(_: Any, *arrays: mgpu.FragmentedArray) -> mgpu.FragmentedArray:
+    @inline.code(x, *factors, returns=plgpu.ShapeDtypeStruct(x.shape, jnp.float32, layout=layout))
+    def evaluated(*arrays: mgpu.FragmentedArray) -> mgpu.FragmentedArray:
         f32 = ir.F32Type.get()
         pair = ir.VectorType.get((2,), f32)
         registers = np.empty_like(arrays[0].registers)
@@ -273,7 +266,7 @@ def _saturated(x: jax.Array, slope: Any, offset: float) -> jax.Array:
             registers[index] = vector.from_elements(pair, results)
         return inline.accumulator(registers)
 
-    return evaluate(x, *factors)
+    return evaluated
 
 
 @functools.cache

@@ -11,7 +11,6 @@ import dataclasses
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from ikbo_jax.pallas.activations.weights import ActivationSpec
@@ -25,6 +24,7 @@ from ikbo_jax.pallas.worklist import lists
 from ikbo_jax.pallas.worklist.rows import Rows
 from ikbo_jax.problems.attention_backward import AttentionBackwardConfig
 from ikbo_jax.reference.activations import SOFTMAX
+from ikbo_jax.reference.gdpa import Settings
 
 #: Words of a tile in device memory, `numbering.TILE_WORDS`, and the word of a user's keys.
 FIRST_ROW, ROWS, USER, KEYS, TARGET = range(5)
@@ -80,14 +80,13 @@ def d_query_kernel(
     assert rows.tiles is not None
     query, d_out, statistics, key, value, _ = operands
     dtype, own_config = query.dtype, config.d_query_config(shape.head_dim)
+    settings = Settings((SOFTMAX,), scale=shape.scale, logit_cap=shape.logit_cap)
     own_shape = DQueryShape(
         heads=shape.kv_heads,
         streamed_per_head=1,
         heads_per_streamed=1,
         head_dim=shape.head_dim,
-        activation=ActivationSpec.of(
-            (SOFTMAX,), None, (shape.scale, 1.0), dtype == jnp.bfloat16, shape.logit_cap
-        ),
+        activation=ActivationSpec.of(settings, dtype),
         scales=(shape.scale,),
         workers=min(num_sms, (rows.tiles.shape[0] - 1) * shape.kv_heads),
         rows=shape,

@@ -17,7 +17,6 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
-from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, scf
 from jaxlib.mlir.dialects import math as mlir_math
@@ -25,6 +24,7 @@ from jaxlib.mlir.dialects import math as mlir_math
 from ikbo_jax.pallas.attention_backward import parts, statistics
 from ikbo_jax.pallas.attention_backward.parts import UNROLL, VECTOR
 from ikbo_jax.pallas.hopper import inline, per_thread, stores
+from ikbo_jax.pallas.hopper.inline import Integer
 from ikbo_jax.pallas.hopper.launch import WarpgroupContext, launch_threads
 from ikbo_jax.pallas.hopper.row_vectors import unpacked
 from ikbo_jax.problems import memory
@@ -104,10 +104,9 @@ def _add(ctx: WarpgroupContext) -> None:
     first = candidate * (shape.q_len * shape.kv_heads) + kv_head  # in units of `group` rows
     refs, tree = jax.tree.flatten((ctx.operands, ctx.outputs))
     numbers = part, is_pair, pair, first
-    types = (*(plgpu.RefType(),) * len(refs), *(per_thread.LAYOUT,) * len(numbers))
 
-    @plgpu.inline_mgpu(arg_types=types)
-    def add(_: Any, *arguments: Any) -> None:
+    @inline.code(*refs, *numbers)
+    def _(*arguments: Any) -> None:
         operands, outputs = jax.tree.unflatten(tree, arguments[: len(refs)])
         part, is_pair, pair, first = map(per_thread.scalar, arguments[len(refs) :])
         threads = _RowThreads(shape, operands, ctx.operands.query.dtype, part, is_pair)
@@ -118,8 +117,8 @@ def _add(ctx: WarpgroupContext) -> None:
         zeros = [inline.f32(0.0)] * (2 * half)
         loop = make_loop(inline.i32(0), inline.i32(rows), inline.i32(unroll), zeros)
         with ir.InsertionPoint(loop.body):
-            sums, begin = [*loop.inner_iter_args], loop.induction_variable
-            at = [threads.row(first, arith.addi(begin, inline.i32(i))) for i in range(unroll)]
+            sums, begin = [*loop.inner_iter_args], Integer(loop.induction_variable)
+            at = [threads.row(first, begin + i) for i in range(unroll)]
             # The loads of all rows come first.
             loaded = [[threads.load(x, row) for x in operands[:3]] for row in at]
             for row, (query, d_out, d_query) in zip(at, loaded, strict=True):
@@ -130,8 +129,6 @@ def _add(ctx: WarpgroupContext) -> None:
             scf.yield_(sums)
         threads.store(outputs[1], pair, [*loop.results][:half])
         threads.store(outputs[2], pair, [*loop.results][half:])
-
-    add(*refs, *numbers)
 
 
 def _sums(factor: ir.Value, x: list[ir.Value], sums: list[ir.Value]) -> list[ir.Value]:
@@ -144,17 +141,16 @@ class _RowThreads(NamedTuple):
     shape: Shape
     operands: Operands
     dtype: Any
-    part: ir.Value  # the thread's number among them
-    is_pair: ir.Value  # whether it stores
+    part: Integer  # the thread's number among them
+    is_pair: Integer  # whether it stores
 
-    def row(self, first: ir.Value, number: ir.Value) -> ir.Value:
+    def row(self, first: Integer, number: Integer) -> Integer:
         """Returns row `number` of a pair whose first row is `first` * group."""
         kv_heads, group = inline.i32(self.shape.kv_heads), inline.i32(self.shape.group)
-        query = arith.addi(first, arith.muli(arith.divui(number, group), kv_heads))
-        return arith.addi(arith.muli(query, group), arith.remui(number, group))
+        return (first + number // group * kv_heads) * group + number % group
 
     def _terms(self, row: ir.Value, i: int) -> list[tuple[ir.Value, int]]:
-        column = arith.addi(self.part, inline.i32(i * self.shape.row_threads))
+        column = self.part + i * self.shape.row_threads
         return [(row, self.shape.head_dim), (column, VECTOR)]
 
     def load(self, array: ir.Value, row: ir.Value) -> list[ir.Value]:

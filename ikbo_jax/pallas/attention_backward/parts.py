@@ -16,11 +16,11 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
-from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, scf, vector
 
 from ikbo_jax.pallas.hopper import inline, per_thread, stores
+from ikbo_jax.pallas.hopper.inline import Integer
 from ikbo_jax.pallas.hopper.launch import WarpgroupContext, launch_threads
 from ikbo_jax.pallas.worklist.numbering import USER_WORDS, Sizes
 from ikbo_jax.pallas.worklist.rows import Rows
@@ -109,8 +109,8 @@ def _add_queries(ctx: WarpgroupContext) -> None:
         poison,
     )
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * 2 + (per_thread.LAYOUT,) * len(numbers))
-    def add(_: Any, parts: ir.Value, output: ir.Value, *numbers: Any) -> None:
+    @inline.code(operands.d_query, ctx.outputs.d_query, *numbers)
+    def add(parts: ir.Value, output: ir.Value, *numbers: Any) -> None:
         is_wanted, row, column, kv_head, target, count, poison = map(per_thread.scalar, numbers)
         width = shape.head_dim
         terms = [(kv_head, rows * width), (target, width), (column, VECTOR)]
@@ -119,8 +119,6 @@ def _add_queries(ctx: WarpgroupContext) -> None:
         added, scale = mgpu.utils.bitcast(poison, ir.F32Type.get()), inline.f32(shape.scale)
         total = [arith.addf(arith.mulf(x, scale), added) for x in total]
         store(output, [(row, width), (column, VECTOR)], total, is_wanted)
-
-    add(operands.d_query, ctx.outputs.d_query, *numbers)
 
 
 def _add_keys(ctx: WarpgroupContext) -> None:
@@ -131,10 +129,8 @@ def _add_keys(ctx: WarpgroupContext) -> None:
     numbers = (number < most).astype(jnp.int32), user, at
     count = len(ctx.operands.gradients)
 
-    @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(),) * (2 * count) + (per_thread.LAYOUT,) * len(numbers)
-    )
-    def add(_: Any, *arguments: Any) -> None:
+    @inline.code(*ctx.operands.gradients, *ctx.outputs.gradients, *numbers)
+    def _(*arguments: Any) -> None:
         is_wanted, user, at = map(per_thread.scalar, arguments[2 * count :])
         size = shape.vectors * VECTOR
         for parts, output in zip(arguments[:count], arguments[count:], strict=False):
@@ -142,10 +138,8 @@ def _add_keys(ctx: WarpgroupContext) -> None:
             total = _sum(stores.device_address(parts, terms, 4), size * 4, sizes.splits)
             store(output, [(user, size), (at, VECTOR)], total, is_wanted)
 
-    add(*ctx.operands.gradients, *ctx.outputs.gradients, *numbers)
 
-
-def _sum(first: ir.Value, stride: int, parts: int, count: ir.Value | None = None) -> list[ir.Value]:
+def _sum(first: ir.Value, stride: int, parts: int, count: Integer | None = None) -> list[ir.Value]:
     """Sums `VECTOR` f32 numbers of the first `count` parts, or all, `stride` bytes apart."""
     zero, total = inline.i32(0), [inline.f32(0.0)] * VECTOR
     end = inline.i32(parts) if count is None else count
@@ -158,7 +152,7 @@ def _sum(first: ir.Value, stride: int, parts: int, count: ir.Value | None = None
     loop = make_loop(zero, end, step, total)
     with ir.InsertionPoint(loop.body):
         sums = [*loop.inner_iter_args]
-        begin = loop.induction_variable
+        begin = Integer(loop.induction_variable)
         scf.yield_(_add_group(first, stride, begin, UNROLL, end, sums, is_cut=True))
     return [*loop.results]
 
@@ -166,9 +160,9 @@ def _sum(first: ir.Value, stride: int, parts: int, count: ir.Value | None = None
 def _add_group(
     first: ir.Value,
     stride: int,
-    begin: ir.Value,
+    begin: Integer,
     parts: int,
-    end: ir.Value,
+    end: Integer,
     total: list[ir.Value],
     *,
     is_cut: bool,
@@ -177,35 +171,33 @@ def _add_group(
     f32, byte = ir.F32Type.get(), ir.IntegerType.get_signless(8)
     i64 = ir.IntegerType.get_signless(64)
     one, zero, found = inline.i32(1), inline.i32(0), []
-    last = arith.maxsi(arith.subi(end, one), zero)
+    last = (end - one).at_least(zero)
     for i in range(parts):
-        part = arith.addi(begin, inline.i32(i))
-        exists = arith.cmpi(arith.CmpIPredicate.slt, part, end)
-        place = arith.extsi(i64, arith.minsi(part, last) if is_cut else part)
-        at = arith.muli(place, mgpu.c(stride, i64))
+        part = begin + i
+        exists = part < end
+        at = Integer(arith.extsi(i64, part.at_most(last) if is_cut else part)) * stride
         words: list[ir.Value] = []
         for half in range(VECTOR // per_thread.VECTOR):
-            offset = arith.addi(at, mgpu.c(half * per_thread.VECTOR * 4, i64))
+            offset = at + half * per_thread.VECTOR * 4
             address = mgpu.utils.getelementptr(first, [offset], byte)
             words += per_thread.load_words(address, per_thread.VECTOR)
         values = [mgpu.utils.bitcast(word, f32) for word in words]
         found.append((exists, values))
     for exists, values in found:
         if is_cut:
-            values = [arith.select(exists, x, inline.f32(0.0)) for x in values]
+            values = [exists.select(x, inline.f32(0.0)) for x in values]
         total = [arith.addf(x, y) for x, y in zip(total, values, strict=True)]
     return total
 
 
 def store(
     output: ir.Value,
-    terms: list[tuple[ir.Value, int]],
+    terms: Sequence[tuple[ir.Value, int]],
     values: Sequence[ir.Value],
-    is_wanted: ir.Value,
+    is_wanted: Integer,
 ) -> None:
     """Stores `VECTOR` numbers from the element whose number is sum(value * stride) on."""
-    i32, f32 = ir.IntegerType.get_signless(32), ir.F32Type.get()
-    is_wanted = arith.cmpi(arith.CmpIPredicate.ne, is_wanted, inline.i32(0))
+    f32, is_wanted = ir.F32Type.get(), is_wanted.differs(0)
     dtype = ir.MemRefType(output.type).element_type
     if dtype == f32:
         size, words = 4, [inline.word(x) for x in values]
@@ -214,7 +206,7 @@ def store(
         pairs = [
             vector.from_elements(pair_f32, list(values[i : i + 2])) for i in range(0, VECTOR, 2)
         ]
-        size, words = 2, [mgpu.utils.bitcast(arith.truncf(pair, x), i32) for x in pairs]
+        size, words = 2, [inline.word(arith.truncf(pair, x)) for x in pairs]
     address = stores.device_address(output, terms, size)
     for i in range(0, len(words), per_thread.VECTOR):
         per_thread.store_words(address, words[i : i + per_thread.VECTOR], is_wanted, 4 * i)

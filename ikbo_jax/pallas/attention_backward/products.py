@@ -12,6 +12,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith
 
 from ikbo_jax.pallas.hopper import inline, mma, mosaic, turns
+from ikbo_jax.pallas.hopper.inline import Integer
 from ikbo_jax.pallas.hopper.launch import WarpgroupContext
 from ikbo_jax.pallas.hopper.visible import Visible
 from ikbo_jax.problems.hopper import BLOCK_K, NUM_CONSUMERS, WGMMA_K, WGMMA_M
@@ -43,14 +44,14 @@ def sum_over_keys(keys: Any, d_scores: Any, column_block: Any, rows: Any) -> Any
 
     _, blocks, key_rows, _ = keys.shape
     _, block, _ = d_scores.shape
-    operand = plgpu.RefType(mosaic.operand_transforms(keys.dtype))
-    scalar = plgpu.Layout.WG_SPLAT(())
 
-    @plgpu.inline_mgpu(
-        arg_types=(operand, operand, scalar, scalar), return_type=mma.accumulator_type(count)
+    @inline.code(
+        *(mosaic.operand(keys), mosaic.operand(d_scores), column_block, begin),
+        returns=mma.accumulator_type(count),
     )
-    def issue(_: Any, keys: ir.Value, d_scores: ir.Value, *scalars: Any) -> mgpu.FragmentedArray:
-        column_block, begin = (s.registers.item() for s in scalars)
+    def issued(
+        keys: ir.Value, d_scores: ir.Value, column_block: Integer, begin: Integer
+    ) -> mgpu.FragmentedArray:
         key_base = _offset(mma.descriptor(keys), column_block, key_rows * mosaic.SWIZZLE)
         d_scores_base = _offset(mma.descriptor(d_scores), begin, mosaic.SWIZZLE)
         with mma.Group(keys, count) as group:
@@ -63,7 +64,7 @@ def sum_over_keys(keys: Any, d_scores: Any, column_block: Any, rows: Any) -> Any
                     group.multiply([a], b, transposes="1, 0")
         return group.result
 
-    return issue(keys, d_scores, column_block, begin)
+    return issued
 
 
 def sum_over_blocks(
@@ -125,11 +126,10 @@ def sum_over_blocks(
     pl.run_scoped(with_accumulators, *accumulators)
 
 
-def _offset(descriptor: ir.Value, count: ir.Value, num_bytes: int) -> ir.Value:
+def _offset(descriptor: ir.Value, count: Integer, num_bytes: int) -> ir.Value:
     """Makes the descriptor of operand tiles that begin `count * num_bytes` later.
 
     The product has 32 bits: where descriptors add one of 64 bits, ptxas 12.9 and 13.0 may crash.
     """
     i64 = ir.IntegerType.get_signless(64)
-    offset = arith.muli(count, inline.i32(num_bytes >> 4))
-    return arith.addi(descriptor, arith.extui(i64, offset))
+    return arith.addi(descriptor, arith.extui(i64, count * (num_bytes >> 4)))

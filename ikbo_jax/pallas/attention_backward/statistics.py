@@ -19,6 +19,7 @@ once, the numbers come from device memory.
 import dataclasses
 import functools
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -32,6 +33,7 @@ from jaxlib.mlir.dialects import arith, vector
 from jaxlib.mlir.dialects import math as mlir_math
 
 from ikbo_jax.pallas.hopper import inline, per_thread, stores
+from ikbo_jax.pallas.hopper.inline import Integer
 from ikbo_jax.pallas.hopper.launch import WarpgroupContext, launch_threads
 from ikbo_jax.pallas.hopper.per_thread import Threads
 from ikbo_jax.pallas.worklist import numbering
@@ -277,18 +279,16 @@ def _store(ctx: WarpgroupContext) -> None:
     refs, tree = jax.tree.flatten((ctx.operands.inputs, outputs))
     rows = _rows(ctx)
     arrays = (rows.number, rows.is_row.astype(jnp.int32), *rows[2:])
-    layouts = (per_thread.LAYOUT,) * len(arrays)
     kv_heads = ctx.shape.kv_heads
 
-    @plgpu.inline_mgpu(arg_types=(*(plgpu.RefType(),) * len(refs), *layouts))
-    def store(_: Any, *arguments: Any) -> None:
+    @inline.code(*refs, *arrays)
+    def _(*arguments: Any) -> None:
         memory, numbers = arguments[: len(refs)], arguments[len(refs) :]
         found, (output, _, packed, of_rows) = jax.tree.unflatten(tree, memory)
         row, is_row, kv_head, target, poison, packed_row = map(per_thread.scalar, numbers)
-        is_row = arith.cmpi(arith.CmpIPredicate.ne, is_row, inline.i32(0))
+        is_row = is_row.differs(0)
         width = ir.MemRefType(found.out.type).shape[1]
-        thread = arith.remui(mgpu.thread_idx(), inline.i32(WARPGROUP_SIZE))
-        part = arith.remui(thread, inline.i32(ROW_THREADS))
+        part = Integer(mgpu.thread_idx()) % WARPGROUP_SIZE % ROW_THREADS
         load = functools.partial(load_number, row=row)
         out, d_out = (_loaded_row(x, row, part, width) for x in (found.out, found.d_out))
         if packed is not None:
@@ -308,8 +308,7 @@ def _store(ctx: WarpgroupContext) -> None:
             exponent, delta = arith.addf(exponent, added), arith.addf(delta, added)
         count = ir.MemRefType(output.type).shape[2]
         terms = [(kv_head, 2 * count), (target, 1)]
-        is_first = arith.cmpi(arith.CmpIPredicate.eq, part, inline.i32(0))
-        is_first = arith.andi(is_first, is_row)
+        is_first = part.equals(0) & is_row
         if of_rows is not None:
             address = stores.device_address(of_rows, [(row, 1)], 4)
             inline.issue("st.global.f32 [$0], $1;", address, delta, predicate=is_first)
@@ -321,8 +320,6 @@ def _store(ctx: WarpgroupContext) -> None:
                 predicate=is_first,
             )
 
-    store(*refs, *arrays)
-
 
 def load_number(array: ir.Value, row: ir.Value) -> ir.Value:
     """Loads array[row], f32."""
@@ -330,12 +327,12 @@ def load_number(array: ir.Value, row: ir.Value) -> ir.Value:
     return mgpu.utils.bitcast(per_thread.load_words(address, 1)[0], ir.F32Type.get())
 
 
-def _loaded_row(array: ir.Value, row: ir.Value, part: ir.Value, width: int) -> list[ir.Value]:
+def _loaded_row(array: ir.Value, row: ir.Value, part: Integer, width: int) -> list[Integer]:
     """Loads this thread's quarter of array[row], in words of 32 bits."""
     found = []
     for step in range(width // (ROW_THREADS * VECTOR)):
         # The threads of a row read 64 bytes side by side.
-        column = arith.addi(part, inline.i32(step * ROW_THREADS))
+        column = part + step * ROW_THREADS
         address = stores.device_address(array, [(row, width), (column, VECTOR)], 2)
         found += per_thread.load_words(address, 4)
     return found
@@ -343,8 +340,8 @@ def _loaded_row(array: ir.Value, row: ir.Value, part: ir.Value, width: int) -> l
 
 def _store_row(
     array: ir.Value,
-    words: list[ir.Value],
-    place: list[tuple[ir.Value, int]],
+    words: Sequence[ir.Value],
+    place: Sequence[tuple[ir.Value, int]],
     part: ir.Value,
     predicate: ir.Value,
 ) -> None:
@@ -355,7 +352,7 @@ def _store_row(
         per_thread.store_words(address, words[i : i + 4], predicate, offset)
 
 
-def _row_sum(x: list[ir.Value], y: list[ir.Value], dtype: ir.Type) -> ir.Value:
+def _row_sum(x: Sequence[ir.Value], y: Sequence[ir.Value], dtype: ir.Type) -> ir.Value:
     """Adds products of two rows' elements in f32, in all four threads of a row."""
     f32 = ir.F32Type.get()
     pair, pair_f32 = ir.VectorType.get((2,), dtype), ir.VectorType.get((2,), f32)

@@ -11,9 +11,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, vector
+from jaxlib.mlir.dialects import vector
 
 from ikbo_jax.pallas.hopper import inline, mosaic, stores
+from ikbo_jax.pallas.hopper.inline import Integer
 from ikbo_jax.pallas.hopper.stores import digits
 from ikbo_jax.problems.attention_backward import SUM_COLUMNS
 
@@ -24,20 +25,14 @@ def stage_transposed(tile: Any, values: jax.Array) -> None:
         tile[...] = values.T
         return
 
-    @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(mosaic.operand_transforms(tile.dtype)), plgpu.Layout.WGMMA)
-    )
-    def write(_: Any, tile: ir.Value, values: mgpu.FragmentedArray) -> None:
+    @inline.code(mosaic.operand(tile), values)
+    def _(tile: ir.Value, values: mgpu.FragmentedArray) -> None:
         words = [inline.word(pair) for pair in values.registers.flat]
         row_of_8, lower, beside, warp = digits(stores.thread_number(), (8, 2, 2, 4))
         # A warp's stmatrix transposes and stores four 8 x 8 matrices; each lane provides the
         # address of one row. Matrix 1 has the next 8 columns of the tile, matrix 2 the next rows.
-        row = arith.addi(arith.muli(beside, inline.i32(8)), row_of_8)
-        vector_of_row = arith.addi(arith.muli(warp, inline.i32(2)), lower)
-        offset = arith.addi(
-            arith.muli(row, inline.i32(mosaic.SWIZZLE)),
-            arith.muli(arith.xori(vector_of_row, row_of_8), inline.i32(16)),
-        )
+        row, vector_of_row = beside * 8 + row_of_8, warp * 2 + lower
+        offset = row * mosaic.SWIZZLE + (vector_of_row ^ row_of_8) * 16
         address = inline.address(tile, offset, 8)
         for step in range(len(words) // 4):
             inline.issue(
@@ -47,8 +42,6 @@ def stage_transposed(tile: Any, values: jax.Array) -> None:
                 *words[4 * step : 4 * step + 4],
                 convergent=True,
             )
-
-    write(tile, values)
 
 
 def stage_sums(tiles: Any, values: jax.Array, column_block: Any, begin: Any) -> None:
@@ -72,29 +65,22 @@ def stage_sums(tiles: Any, values: jax.Array, column_block: Any, begin: Any) -> 
         return
 
     swizzle: Any = plgpu.SwizzleTransform
-    scalar = plgpu.Layout.WG_SPLAT(())
+    swizzled = inline.Typed(tiles, plgpu.RefType((swizzle(mosaic.SWIZZLE),)))
 
-    @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType((swizzle(mosaic.SWIZZLE),)), plgpu.Layout.WGMMA, scalar, scalar)
-    )
-    def write(_: Any, tiles: ir.Value, values: mgpu.FragmentedArray, *scalars: Any) -> None:
-        column_block, begin = (s.registers.item() for s in scalars)
+    @inline.code(swizzled, values, column_block, begin)
+    def write(
+        tiles: ir.Value, values: mgpu.FragmentedArray, column_block: Integer, begin: Integer
+    ) -> None:
         pair, low, high, odd, upper = digits(stores.thread_number(), (4, 4, 2, 2, 2))
-        part = arith.addi(arith.muli(column_block, inline.i32(2)), upper)
-        row = arith.addi(begin, arith.muli(pair, inline.i32(2)))
-        row = arith.addi(arith.muli(part, inline.i32(height)), row)
-        base = arith.addi(
-            arith.muli(row, inline.i32(mosaic.SWIZZLE)), arith.muli(low, inline.i32(4))
-        )
-        is_part = arith.cmpi(arith.CmpIPredicate.slt, part, inline.i32(parts))
-        first_vector = arith.addi(arith.muli(odd, inline.i32(4)), high)
+        part = column_block * 2 + upper
+        row = begin + pair * 2
+        base = (part * height + row) * mosaic.SWIZZLE + low * 4
+        is_part, first_vector = part < parts, odd * 4 + high
         registers = list(values.registers.flat)
         for half in (0, 1):
             for element in (0, 1):
-                row_of_8 = arith.addi(arith.muli(pair, inline.i32(2)), inline.i32(element))
-                column_vector = arith.addi(first_vector, inline.i32(2 * half))
-                swizzled = arith.muli(arith.xori(column_vector, row_of_8), inline.i32(16))
-                offset = arith.addi(base, swizzled)
+                row_of_8, column_vector = pair * 2 + element, first_vector + 2 * half
+                offset = base + (column_vector ^ row_of_8) * 16
                 address = inline.address(tiles, offset, 8)
                 for group in range(count // 8):
                     value = vector.extract(registers[2 * group + half], [], [element])
@@ -102,8 +88,6 @@ def stage_sums(tiles: Any, values: jax.Array, column_block: Any, begin: Any) -> 
                     inline.issue(
                         f"st.shared.f32 [$0 + {immediate}], $1;", address, value, predicate=is_part
                     )
-
-    write(tiles, values, column_block, begin)
 
 
 def fill_from(values: Any, begin: Any, fill: float) -> None:
@@ -117,15 +101,13 @@ def fill_from(values: Any, begin: Any, fill: float) -> None:
 
         return
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.Layout.WG_SPLAT(())))
-    def write(_: Any, values: ir.Value, begin: mgpu.FragmentedArray) -> None:
+    @inline.code(values, begin)
+    def _(values: ir.Value, begin: Integer) -> None:
         f32 = ir.F32Type.get()
         thread = stores.thread_number()
         inline.issue(
             "st.shared.f32 [$0], $1;",
             mgpu.utils.getelementptr(mgpu.utils.memref_ptr(values), [thread], f32),
             inline.f32(fill),
-            predicate=stores.within(thread, begin.registers.item(), inline.i32(count)),
+            predicate=stores.within(thread, begin, inline.i32(count)),
         )
-
-    write(values, begin)

@@ -17,10 +17,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith
 
 from ikbo_jax.pallas.few_queries import listing
-from ikbo_jax.pallas.hopper import mosaic, stores, warps
+from ikbo_jax.pallas.hopper import inline, mosaic, stores, warps
+from ikbo_jax.pallas.hopper.inline import Integer
 from ikbo_jax.problems.few_queries import GATHERING_WARPS
 from ikbo_jax.problems.hopper import BLOCK_K, WGMMA_M, column_blocks
 
@@ -28,7 +28,6 @@ from ikbo_jax.problems.hopper import BLOCK_K, WGMMA_M, column_blocks
 _VECTOR, _BLOCK_VECTORS = 8, BLOCK_K // 8
 #: Rows that the warps copy at once, and how often in one iteration of the loop over rows.
 _STEP_ROWS, _UNROLLED = GATHERING_WARPS * warps.LANES // _BLOCK_VECTORS, 3
-_SCALAR = plgpu.Layout.WG_SPLAT(())
 #: A lane's copies are complete, and the tensor core sees them.
 _FINISH = "cp.async.wait_all; fence.proxy.async.shared::cta;"
 
@@ -95,107 +94,86 @@ def _load(ctx: Any, rows: Any, head: Any, tiles: Any) -> None:
     """Copies an item's queries, of `rows` rows from `head` on, to its slot, and waits for them."""
     height = ctx.tiles * WGMMA_M
 
-    @plgpu.inline_mgpu(
-        arg_types=(
-            *(plgpu.RefType(), plgpu.RefType()),
-            plgpu.RefType(mosaic.operand_transforms(tiles.dtype)),
-            *(_SCALAR,) * 3,
-        )
-    )
-    def copy(_: Any, query: ir.Value, table: ir.Value, tiles: ir.Value, *scalars: Any) -> None:
-        step, rows, head = (s.registers.item() for s in scalars)
-        i32 = ir.IntegerType.get_signless(32)
-        # The producer's warp is the warpgroup's first one.
-        thread = arith.subi(stores.thread_number(), mgpu.c(warps.LANES, i32))
-        first = arith.divui(thread, mgpu.c(_BLOCK_VECTORS, i32))
-        first = arith.addi(first, arith.muli(step, mgpu.c(_UNROLLED * _STEP_ROWS, i32)))
-        vector = arith.remui(thread, mgpu.c(_BLOCK_VECTORS, i32))
-        places = [arith.addi(first, mgpu.c(i * _STEP_ROWS, i32)) for i in range(_UNROLLED)]
-        sources = [_source(ctx, query, table, place, rows, head, vector) for place in places]
-        for place, source in zip(places, sources, strict=True):
-            is_row = arith.cmpi(arith.CmpIPredicate.slt, place, mgpu.c(height, i32))
-            _copy_row(ctx, source, tiles, place, vector, is_row)
-
     @pl.loop(jnp.int32(0), jnp.int32(pl.cdiv(height, _UNROLLED * _STEP_ROWS)))
     def _(step: Any) -> None:
-        copy(ctx.operands.query, ctx.shared.listing, tiles, step, rows, head)
+        @inline.code(
+            *(ctx.operands.query, ctx.shared.listing, mosaic.operand(tiles), step, rows, head)
+        )
+        def _(query: Any, table: Any, tiles: Any, step: Integer, rows: Any, head: Any) -> None:
+            # The producer's warp is the warpgroup's first one.
+            thread = stores.thread_number() - warps.LANES
+            first = thread // _BLOCK_VECTORS + step * (_UNROLLED * _STEP_ROWS)
+            vector = thread % _BLOCK_VECTORS
+            places = [first + i * _STEP_ROWS for i in range(_UNROLLED)]
+            sources = [_source(ctx, query, table, place, rows, head, vector) for place in places]
+            for place, source in zip(places, sources, strict=True):
+                _copy_row(ctx, source, tiles, place, vector, place < height)
 
-    @plgpu.inline_mgpu()
-    def finish(_: Any) -> None:
-        mgpu.utils.inline_ptx(_FINISH, has_side_effects=True)
-
-    finish()
+    @inline.code()
+    def _() -> None:
+        inline.issue(_FINISH)
 
 
 def _source(
     ctx: Any,
     query: ir.Value,
     table: ir.Value,
-    place: ir.Value,
-    rows: ir.Value,
-    head: ir.Value,
-    vector: ir.Value,
-) -> tuple[ir.Value, ir.Value]:
+    place: Integer,
+    rows: Integer,
+    head: Integer,
+    vector: Integer,
+) -> tuple[ir.Value, Integer]:
     """Finds (address of a lane's 16 bytes of row `place` in block 0, bytes to copy: 16, or 0)."""
-    i32, predicates = ir.IntegerType.get_signless(32), arith.CmpIPredicate
     shape = ctx.shape
-    heads_rows = mgpu.c(shape.head_rows, i32)
-    tile, tile_row = (f(place, mgpu.c(WGMMA_M, i32)) for f in (arith.divui, arith.remui))
-    member, row = (f(tile_row, heads_rows) for f in (arith.divui, arith.remui))
-    row = arith.addi(row, arith.muli(tile, heads_rows))
-    is_wanted = arith.andi(
-        arith.cmpi(predicates.slt, row, rows),
-        arith.cmpi(predicates.slt, member, mgpu.c(shape.group, i32)),
-    )
-    zero = mgpu.c(0, i32)
-    row, member = (arith.select(is_wanted, x, zero) for x in (row, member))
+    heads_rows = inline.i32(shape.head_rows)
+    tile, tile_row = place // WGMMA_M, place % WGMMA_M
+    member, row = tile_row // heads_rows, tile_row % heads_rows
+    row = row + tile * heads_rows
+    is_wanted = (row < rows) & (member < shape.group)
+    zero = inline.i32(0)
+    row, member = (is_wanted.select(x, zero) for x in (row, member))
     # Without rows, the list may have nothing that is a candidate.
-    row = arith.select(is_wanted, listing.listed_row(table, row, shape.q_len), zero)
+    row = is_wanted.select(listing.listed_row(table, row, shape.q_len), zero)
     terms = [
         (row, shape.q_heads * shape.head_dim),
-        (arith.addi(head, member), shape.head_dim),
+        (head + member, shape.head_dim),
         (vector, _VECTOR),
     ]
-    size = arith.select(is_wanted, mgpu.c(16, i32), zero)
+    size = is_wanted.select(16, zero)
     return stores.device_address(query, terms, 2), size
 
 
 def _copy_row(
     ctx: Any,
-    source: tuple[ir.Value, ir.Value],
+    source: tuple[ir.Value, Integer],
     tiles: ir.Value,
-    place: ir.Value,
-    vector: ir.Value,
+    place: Integer,
+    vector: Integer,
     is_row: ir.Value,
 ) -> None:
     """Begins to copy this lane's 16 bytes of each column block of a row."""
-    i32, byte = ir.IntegerType.get_signless(32), ir.IntegerType.get_signless(8)
     address, size = source
     blocks, height = column_blocks(ctx.shape.head_dim), WGMMA_M
-    tile, tile_row = (f(place, mgpu.c(height, i32)) for f in (arith.divui, arith.remui))
-    swizzled = arith.xori(vector, arith.remui(tile_row, mgpu.c(_BLOCK_VECTORS, i32)))
-    terms = ((tile, blocks * height * mosaic.SWIZZLE), (tile_row, mosaic.SWIZZLE), (swizzled, 16))
-    offset = mgpu.c(0, i32)
-    for value, stride in terms:
-        offset = arith.addi(offset, arith.muli(value, mgpu.c(stride, i32)))
-    target = mgpu.utils.getelementptr(mgpu.utils.memref_ptr(tiles), [offset], byte)
+    tile, tile_row = place // height, place % height
+    swizzled = vector ^ tile_row % _BLOCK_VECTORS
+    offset = inline.i32(0) + tile * (blocks * height * mosaic.SWIZZLE)
+    target = inline.address(tiles, offset + tile_row * mosaic.SWIZZLE + swizzled * 16, 8)
     for block in range(blocks):
         at, wanted = address, size
         left = (ctx.shape.head_dim - block * BLOCK_K) // _VECTOR
         from_begin = block * BLOCK_K * 2
         if left < _BLOCK_VECTORS:
-            is_inside = arith.cmpi(arith.CmpIPredicate.slt, vector, mgpu.c(left, i32))
-            wanted = arith.select(is_inside, size, mgpu.c(0, i32))
+            is_inside = vector < left
+            wanted = is_inside.select(size, 0)
             # Past the row's end, column block 0's bytes are inside of the queries.
-            i64 = ir.IntegerType.get_signless(64)
-            further = arith.select(is_inside, mgpu.c(from_begin, i64), mgpu.c(0, i64))
+            i64, byte = (ir.IntegerType.get_signless(x) for x in (64, 8))
+            further = is_inside.select(mgpu.c(from_begin, i64), 0)
             at, from_begin = mgpu.utils.getelementptr(address, [further], byte), 0
-        mgpu.utils.inline_ptx(
+        inline.issue(
             f"cp.async.cg.shared.global [$0 + {block * height * mosaic.SWIZZLE}], "
             f"[$1 + {from_begin}], 16, $2;",
             target,
             at,
             wanted,
             predicate=is_row,
-            has_side_effects=True,
         )

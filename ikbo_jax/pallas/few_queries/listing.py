@@ -19,12 +19,12 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, scf
+from jaxlib.mlir.dialects import scf
 
-from ikbo_jax.pallas.hopper import mosaic, stores, turns, warps
+from ikbo_jax.pallas.hopper import inline, mosaic, stores, turns, warps
+from ikbo_jax.pallas.hopper.inline import Integer
 from ikbo_jax.problems.few_queries import LISTED, LISTING_WARPS
 from ikbo_jax.problems.hopper import NUM_CONSUMERS, WARPGROUP_SIZE
 
@@ -32,7 +32,6 @@ from ikbo_jax.problems.hopper import NUM_CONSUMERS, WARPGROUP_SIZE
 BARRIER = turns.TURN_BARRIER + NUM_CONSUMERS + 1
 #: Candidates whose users a thread loads at once, 16 bytes, and the threads that load them.
 PART, THREADS = 4, LISTING_WARPS * warps.LANES
-_SCALAR = plgpu.Layout.WG_SPLAT(())
 #: Bytes of a line of L2, and most lines of a candidate's queries that are loaded ahead.
 _LINE, _MOST_LINES = 128, 16
 
@@ -71,85 +70,57 @@ def _find(ctx: Any, index: Any, listing: Any, user: Any, rank: Any, head: Any) -
     shape = ctx.shape
     of_queries = () if head is None else (ctx.operands.query, head)
 
-    @plgpu.inline_mgpu(
-        arg_types=(
-            *(plgpu.RefType(), plgpu.RefType(), _SCALAR, _SCALAR, _SCALAR),
-            *(plgpu.RefType(), _SCALAR)[: len(of_queries)],
-        )
-    )
-    def search(_: Any, index: ir.Value, listing: ir.Value, *rest: Any) -> None:
-        i32, predicates = ir.IntegerType.get_signless(32), arith.CmpIPredicate
-        consumer, user, rank = (s.registers.item() for s in rest[:3])
+    @inline.code(index, listing, ctx.consumer, user, rank, *of_queries)
+    def _(index: Any, listing: Any, consumer: Integer, user: Any, rank: Any, *rest: Any) -> None:
         thread = thread_of(consumer)
-        warp = arith.divui(thread, mgpu.c(warps.LANES, i32))
+        warp = thread // warps.LANES
         share = _Share(shape.batch, thread)
         words = share.find(index, user, shape.users)
         if of_queries:
-            query, head = rest[3], rest[4].registers.item()
+            query, head = rest
             for number, word in enumerate(words):
                 share.prefetch(query, number, word, head, shape)
-        count = mgpu.c(0, i32)
+        count = inline.i32(0)
         for word in words:
-            count = arith.addi(count, warps.ones(word))
+            count = count + warps.ones(word)
         before, total = warps.sums(count)
-        at = arith.addi(warp, mgpu.c(LISTED, i32))
-        warps.store_shared(
-            listing, at, total, arith.cmpi(predicates.eq, warps.lane(), mgpu.c(0, i32))
-        )
-        mgpu.utils.inline_ptx(
-            f"barrier.sync {BARRIER}, {turns.CONSUMER_THREADS};",
-            has_side_effects=True,
-            convergent=True,
-        )
-        before = arith.subi(before, rank)
+        warps.store_shared(listing, warp + LISTED, total, warps.lane().equals(0))
+        inline.issue(f"barrier.sync {BARRIER}, {turns.CONSUMER_THREADS};", convergent=True)
+        before = before - rank
         for number in range(LISTING_WARPS - 1):
-            of_warp = warps.load_shared(listing, mgpu.c(LISTED + number, i32))
-            is_before = arith.cmpi(predicates.sgt, warp, mgpu.c(number, i32))
-            before = arith.addi(before, arith.select(is_before, of_warp, mgpu.c(0, i32)))
+            of_warp = warps.load_shared(listing, inline.i32(LISTED + number))
+            before = before + (warp > number).select(of_warp, 0)
         share.write(listing, words, before, shape.listed)
 
-    search(index, listing, ctx.consumer, user, rank, *of_queries)
 
-
-def thread_of(consumer: ir.Value) -> ir.Value:
+def thread_of(consumer: Integer) -> Integer:
     """Returns this thread's number among the threads of both consumers."""
-    i32 = ir.IntegerType.get_signless(32)
-    return arith.addi(arith.muli(consumer, mgpu.c(WARPGROUP_SIZE, i32)), stores.thread_number())
+    return consumer * WARPGROUP_SIZE + stores.thread_number()
 
 
 def loaded_parts(
-    index: ir.Value, thread: ir.Value, batch: int
-) -> Iterator[tuple[ir.Value, list[ir.Value], ir.Value | None]]:
+    index: ir.Value, thread: Integer, batch: int
+) -> Iterator[tuple[Integer, list[Integer], Integer | None]]:
     """Yields (first candidate, the words of its candidates, whether the part is the thread's or
     None for always) of a thread's parts of an index, without a wait for loads.
     """
-    i32, predicates = ir.IntegerType.get_signless(32), arith.CmpIPredicate
     parts, rest = divmod(batch, PART)
     for begin in range(0, parts, THREADS):
-        part = arith.addi(thread, mgpu.c(begin, i32))
-        is_part = None
+        part, is_part = thread + begin, None
         if begin + THREADS > parts:
-            is_part = arith.cmpi(predicates.slt, part, mgpu.c(parts, i32))
-            part = arith.minsi(part, mgpu.c(parts - 1, i32))
-        first = arith.muli(part, mgpu.c(PART, i32))
+            is_part, part = part < parts, part.at_most(parts - 1)
+        first = part * PART
         yield first, load_part(index, first), is_part
     if rest:
-        is_rest = arith.cmpi(predicates.slt, thread, mgpu.c(rest, i32))
-        number = arith.minsi(thread, mgpu.c(rest - 1, i32))
-        number = arith.addi(number, mgpu.c(parts * PART, i32))
+        is_rest = thread < rest
+        number = thread.at_most(rest - 1) + parts * PART
         yield number, [warps.load(index, number)], is_rest
 
 
-def load_part(index: ir.Value, first: ir.Value) -> list[ir.Value]:
+def load_part(index: ir.Value, first: ir.Value) -> list[Integer]:
     """Loads the users of four candidates from `first` on, a multiple of 4."""
-    i32 = ir.IntegerType.get_signless(32)
-    words = mgpu.utils.inline_ptx(
-        "ld.global.v4.b32 {$0, $1, $2, $3}, [$4];",
-        mgpu.utils.getelementptr(mgpu.utils.memref_ptr(index), [first], i32),
-        result_types=[i32] * PART,
-        has_side_effects=True,
-    )
-    return list(words)
+    address = inline.address(index, first)
+    return inline.issue_words("ld.global.v4.b32 {$0, $1, $2, $3}, [$4];", PART, address)
 
 
 class _Share:
@@ -159,58 +130,52 @@ class _Share:
     candidates, which fill no part. Bit e % 32 of word e / 32 is set if element e is the user's.
     """
 
-    def __init__(self, batch: int, thread: ir.Value) -> None:
+    def __init__(self, batch: int, thread: Integer) -> None:
         self._batch, self._thread = batch, thread
         self._parts, self._rest = divmod(batch, PART)
         self._loads = pl.cdiv(self._parts, THREADS)
 
-    def find(self, index: ir.Value, user: ir.Value, users: int) -> list[ir.Value]:
+    def find(self, index: ir.Value, user: Integer, users: int) -> list[Integer]:
         """Finds the user's candidates; returns the words of the thread's elements."""
-        i32, predicates = ir.IntegerType.get_signless(32), arith.CmpIPredicate
-        others: list[ir.Value] = []
-        is_inside: list[ir.Value | None] = []
+        others: list[Integer] = []
+        is_inside: list[Integer | None] = []
         # All loads are issued before the first one is waited for.
         for _, part, is_part in loaded_parts(index, self._thread, self._batch):
             others += part
             is_inside += [is_part] * len(part)
         # Users out of range count as the first or the last one.
-        zero, last = mgpu.c(0, i32), mgpu.c(users - 1, i32)
-        low = arith.select(arith.cmpi(predicates.eq, user, zero), mgpu.c(-(2**31), i32), user)
-        high = arith.select(arith.cmpi(predicates.eq, user, last), mgpu.c(2**31 - 1, i32), user)
-        span = arith.subi(high, low)
+        zero, last = inline.i32(0), inline.i32(users - 1)
+        low = user.equals(zero).select(-(2**31), user)
+        span = user.equals(last).select(2**31 - 1, user) - low
         words = [zero] * pl.cdiv(len(others), warps.LANES)
         for element, (other, is_part) in enumerate(zip(others, is_inside, strict=True)):
             number, bit = divmod(element, warps.LANES)
-            is_found = arith.cmpi(predicates.ule, arith.subi(other, low), span)
+            is_found = (other - low).not_above(span)
             if is_part is not None:
-                is_found = arith.andi(is_found, is_part)
-            found = arith.select(is_found, mgpu.c(1 << bit if bit < 31 else -(2**31), i32), zero)
-            words[number] = arith.ori(words[number], found)
+                is_found = is_found & is_part
+            words[number] = words[number] | is_found.select(inline.bit(bit), zero)
         return words
 
-    def write(self, listing: ir.Value, words: list[ir.Value], at: ir.Value, most: int) -> None:
+    def write(self, listing: ir.Value, words: list[Integer], at: Integer, most: int) -> None:
         """Lists the candidates from place `at` on, up to place `most`.
 
         The code is not a loop over the candidates of a lane, which took 100 cycles a candidate.
         """
-        i32, predicates = ir.IntegerType.get_signless(32), arith.CmpIPredicate
-        zero = mgpu.c(0, i32)
+        zero = inline.i32(0)
         for element in range(self._loads * PART + min(self._rest, 1)):
             number, bit = divmod(element, warps.LANES)
-            mask = mgpu.c(1 << bit if bit < 31 else -(2**31), i32)
-            is_found = arith.cmpi(predicates.ne, arith.andi(words[number], mask), zero)
+            is_found = (words[number] & inline.bit(bit)).differs(zero)
             # Unsigned: candidates before the first one that is wanted have large numbers.
-            is_wanted = arith.cmpi(predicates.ult, at, mgpu.c(most, i32))
-            candidate = self._candidate(mgpu.c(element, i32))
-            warps.store_shared(listing, at, candidate, arith.andi(is_found, is_wanted))
-            at = arith.addi(at, arith.extui(i32, is_found))
+            is_wanted = at.below(most)
+            candidate = self._candidate(inline.i32(element))
+            warps.store_shared(listing, at, candidate, is_found & is_wanted)
+            at = at + is_found.extended()
 
     def prefetch(
         self, query: ir.Value, number: int, word: ir.Value, head: ir.Value, shape: Any
     ) -> None:
         """Prefetches the queries of word `number`'s candidates to L2, of a group from `head` on."""
-        i32, predicates = ir.IntegerType.get_signless(32), arith.CmpIPredicate
-        zero = mgpu.c(0, i32)
+        i32, zero = ir.IntegerType.get_signless(32), inline.i32(0)
         row = shape.q_heads * shape.head_dim * 2
         offsets = [
             t * row + part
@@ -220,35 +185,27 @@ class _Share:
         loop = scf.WhileOp([i32], [word])
         block = loop.before.blocks.append(i32)
         with ir.InsertionPoint(block):
-            (word,) = block.arguments
-            lanes = warps.ballot(arith.cmpi(predicates.ne, word, zero))
-            scf.condition(arith.cmpi(predicates.ne, lanes, zero), [word])
+            (word,) = map(Integer, block.arguments)
+            lanes = warps.ballot(word.differs(zero))
+            scf.condition(lanes.differs(zero), [word])
         block = loop.after.blocks.append(i32)
         with ir.InsertionPoint(block):
-            (word,) = block.arguments
-            element = arith.addi(warps.lowest_bit(word), mgpu.c(number * warps.LANES, i32))
+            (word,) = map(Integer, block.arguments)
+            element = warps.lowest_bit(word) + number * warps.LANES
             terms = [(self._candidate(element), shape.q_len * row // 2), (head, shape.head_dim)]
             address = stores.device_address(query, terms, 2)
             for offset in offsets[:_MOST_LINES]:
-                mgpu.utils.inline_ptx(
-                    f"prefetch.global.L2 [$0 + {offset}];",
-                    address,
-                    predicate=arith.cmpi(predicates.ne, word, zero),
-                    has_side_effects=True,
-                )
-            scf.yield_([arith.andi(word, arith.subi(word, mgpu.c(1, i32)))])
+                wanted = word.differs(zero)
+                inline.issue(f"prefetch.global.L2 [$0 + {offset}];", address, predicate=wanted)
+            scf.yield_([word & (word - 1)])
 
-    def _candidate(self, element: ir.Value) -> ir.Value:
-        i32 = ir.IntegerType.get_signless(32)
-        part = arith.divui(element, mgpu.c(PART, i32))
-        part = arith.addi(arith.muli(part, mgpu.c(THREADS, i32)), self._thread)
-        first = arith.muli(part, mgpu.c(PART, i32))
-        candidate = arith.addi(first, arith.remui(element, mgpu.c(PART, i32)))
+    def _candidate(self, element: Integer) -> Integer:
+        part = element // PART * THREADS + self._thread
+        candidate = part * PART + element % PART
         if not self._rest:
             return candidate
-        is_of_part = arith.cmpi(arith.CmpIPredicate.slt, element, mgpu.c(self._loads * PART, i32))
-        number = arith.addi(self._thread, mgpu.c(self._parts * PART, i32))
-        return arith.select(is_of_part, candidate, number)
+        is_of_part = element < self._loads * PART
+        return is_of_part.select(candidate, self._thread + self._parts * PART)
 
 
 class Found(NamedTuple):
@@ -284,10 +241,6 @@ def await_total(ctx: Any) -> Any:
     return total
 
 
-def listed_row(listing: ir.Value, row: ir.Value, q_len: int) -> ir.Value:
+def listed_row(listing: ir.Value, row: Integer, q_len: int) -> Integer:
     """Returns the row of the queries, and of the results, that is row `row` of the item."""
-    i32 = ir.IntegerType.get_signless(32)
-    candidate = warps.load_shared(listing, arith.divui(row, mgpu.c(q_len, i32)))
-    return arith.addi(
-        arith.muli(candidate, mgpu.c(q_len, i32)), arith.remui(row, mgpu.c(q_len, i32))
-    )
+    return warps.load_shared(listing, row // q_len) * q_len + row % q_len

@@ -15,16 +15,15 @@ from jaxlib.mlir.dialects import arith
 
 from ikbo_jax.pallas.few_queries.context import Context, Item, Part, Place
 from ikbo_jax.pallas.hopper import inline, per_thread, stores, warps
+from ikbo_jax.pallas.hopper.inline import Integer
 from ikbo_jax.pallas.hopper.visible import Visible
-from ikbo_jax.pallas.worklist.search import INTEGER, SCALAR, splat
+from ikbo_jax.pallas.worklist.search import INTEGER
 from ikbo_jax.problems.hopper import WGMMA_M
 
 #: More than any number of keys.
 MOST = 2**30
 #: Of each of `Bounds`: whether of begins or ends, how it joins those of rows, and that of no row.
 _BOUNDS = ((0, "min", MOST), (1, "max", 0), (0, "max", 0), (1, "min", MOST))
-_JOIN = {"min": arith.minsi, "max": arith.maxsi}
-_LESS = arith.CmpIPredicate.slt
 
 
 class Bounds(NamedTuple):
@@ -56,37 +55,27 @@ def bounds(ctx: Context, place: Place, target: Any, count: Any, length: Any) -> 
         )
     tables = _tables(ctx)
 
-    @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(), SCALAR, SCALAR, SCALAR, *(plgpu.RefType() for _ in tables)),
-        return_type=(INTEGER,) * 4,
-    )
-    def reduce(_: Any, ranges: ir.Value, *rest: Any) -> Any:
-        first, count, length = (x.registers.item() for x in rest[:3])
+    @inline.code(ctx.operands.ranges, first, count, length, *tables, returns=(INTEGER,) * 4)
+    def reduced(ranges: Any, first: Integer, count: Any, length: Any, *tables: Any) -> Any:
         q_len, zero, most = (inline.i32(x) for x in (shape.q_len, 0, MOST))
-        number = arith.divui(first, q_len)
+        number = first // q_len
         # The number after the last row's; the first row's without rows.
-        last = arith.divui(
-            arith.addi(arith.addi(first, count), arith.subi(q_len, inline.i32(1))), q_len
-        )
-        last = arith.select(arith.cmpi(_LESS, zero, count), last, number)
+        last = (first + count + (q_len - 1)) // q_len
+        last = (zero < count).select(last, number)
         found = [inline.i32(neutral) for _, _, neutral in _BOUNDS]
         for i in range(0, min(shape.item_rows, shape.item_rows // shape.q_len + 2), warps.LANES):
-            place = arith.addi(number, arith.addi(warps.lane(), inline.i32(i)))
-            is_row = arith.cmpi(_LESS, place, last)
-            begin, end = (
-                arith.minsi(arith.maxsi(x, zero), length)
-                for x in _load(ctx, ranges, place, rest[3:])
-            )
-            sees = arith.cmpi(_LESS, begin, end)
-            seen = arith.select(sees, begin, most), arith.select(sees, end, zero)
+            place = number + (warps.lane() + i)
+            is_row = place < last
+            loaded = _load(ctx, ranges, place, tables)
+            begin, end = (x.at_least(zero).at_most(length) for x in loaded)
+            sees = begin < end
+            seen = sees.select(begin, most), sees.select(end, zero)
             for j, (k, kind, neutral) in enumerate(_BOUNDS):
-                value = arith.select(is_row, seen[k], inline.i32(neutral))
-                found[j] = _JOIN[kind](found[j], value)
-        return tuple(
-            splat(warps.reduced(x, kind)) for x, (_, kind, _) in zip(found, _BOUNDS, strict=True)
-        )
+                value = is_row.select(seen[k], neutral)
+                found[j] = found[j].at_most(value) if kind == "min" else found[j].at_least(value)
+        return tuple(warps.reduced(x, kind) for x, (_, kind, _) in zip(found, _BOUNDS, strict=True))
 
-    return Bounds(*reduce(ctx.operands.ranges, first, count, length, *tables))
+    return Bounds(*reduced)
 
 
 def keep_visible(
@@ -116,20 +105,16 @@ def _of_rows(ctx: Context, part: Part) -> tuple[jax.Array, jax.Array]:
     tables = _tables(ctx)
     rows = plgpu.ShapeDtypeStruct((WGMMA_M,), jnp.int32, layout=stores.ROW_LAYOUT)
 
-    @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(), SCALAR, *(plgpu.RefType() for _ in tables)),
-        return_type=(rows, rows),
-    )
-    def load(_: Any, ranges: ir.Value, first: Any, *tables: ir.Value) -> Any:
+    @inline.code(ctx.operands.ranges, first, *tables, returns=(rows, rows))
+    def loaded(ranges: ir.Value, first: Integer, *tables: ir.Value) -> Any:
         thread, halves = stores.thread_number(), []
         for half in (0, 1):
-            row = arith.remui(stores.thread_row(thread, half), inline.i32(shape.head_rows))
-            row = arith.addi(first.registers.item(), row)
-            number = arith.divui(row, inline.i32(shape.q_len))
+            row = stores.thread_row(thread, half) % shape.head_rows
+            number = (first + row) // shape.q_len
             halves.append(_load(ctx, ranges, number, tables))
         return tuple(stores.row_array(list(words)) for words in zip(*halves, strict=True))
 
-    return load(ctx.operands.ranges, first, *tables)
+    return loaded
 
 
 def _tables(ctx: Context) -> tuple[Any, ...]:
@@ -139,15 +124,15 @@ def _tables(ctx: Context) -> tuple[Any, ...]:
     return () if ctx.operands.targets is None else (ctx.operands.targets,)
 
 
-def _load(ctx: Context, ranges: ir.Value, number: ir.Value, tables: Any) -> list[ir.Value]:
+def _load(ctx: Context, ranges: ir.Value, number: Integer, tables: Any) -> list[Integer]:
     """Loads begin and end of candidate `number` of the item's order; of no row, of any."""
     last = inline.i32(ctx.shape.batch - 1)
     if ctx.shape.listed:
-        number = arith.minui(number, inline.i32(ctx.shape.listed - 1))
+        number = Integer(arith.minui(number, inline.i32(ctx.shape.listed - 1)))
         number = warps.load_shared(tables[0], number)
     elif tables:
         number = warps.load(tables[0], arith.minui(number, last))
-    number = arith.muli(arith.minui(number, last), inline.i32(2))
+    number = Integer(arith.minui(number, last)) * 2
     return per_thread.load_words(inline.address(ranges, number), 2, is_early=True)
 
 

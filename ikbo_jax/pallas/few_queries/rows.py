@@ -14,21 +14,17 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental.mosaic import gpu as mgpu
-from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith
 
 from ikbo_jax.pallas.few_queries import user_table
 from ikbo_jax.pallas.few_queries.context import Context, Place
-from ikbo_jax.pallas.hopper import mosaic
+from ikbo_jax.pallas.hopper import inline, mosaic
+from ikbo_jax.pallas.hopper.inline import Integer
 from ikbo_jax.pallas.hopper.warps import LANES, ballot, from_lane, lane, lowest_bit, total
 from ikbo_jax.pallas.worklist.search import (
     INTEGER,
-    SCALAR,
     count_at_most,
     end_of_run,
-    splat,
     user_at,
 )
 
@@ -59,72 +55,55 @@ def candidates(cand_to_user: Any, user: Any, users: int) -> tuple[Any, Any]:
     if batch <= MOST_COUNTED:
         return _counts(cand_to_user, user, users)
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SCALAR), return_type=(INTEGER, INTEGER))
-    def search(_: Any, index: ir.Value, user: mgpu.FragmentedArray) -> Any:
-        i32, predicates = ir.IntegerType.get_signless(32), arith.CmpIPredicate
-        thread_lane, low, step = lane(), mgpu.c(0, i32), 1
-        half = arith.divui(thread_lane, mgpu.c(HALF, i32))
-        part = arith.addi(arith.remui(thread_lane, mgpu.c(HALF, i32)), mgpu.c(1, i32))
-        bound = arith.addi(user.registers.item(), half)
+    @inline.code(cand_to_user, user, returns=(INTEGER, INTEGER))
+    def found(index: ir.Value, user: Integer) -> Any:
+        thread_lane, low, step = lane(), inline.i32(0), 1
+        half, part = thread_lane // HALF, thread_lane % HALF + 1
+        bound = user + half
         while step * HALF * EACH < batch:
             step *= HALF * EACH
         while step:
             places = []
             for i in range(min(EACH, -(-batch // (HALF * step)))):
-                number = arith.addi(part, mgpu.c(i * HALF, i32))
-                last = arith.addi(low, arith.muli(number, mgpu.c(step, i32)))
-                places.append(arith.subi(last, mgpu.c(1, i32)))
+                places.append(low + (part + i * HALF) * step - 1)
             # All loads are issued before the first one is waited for.
             others = [user_at(index, place, batch, users) for place in places]
-            passed = mgpu.c(len(places) * HALF, i32)
+            passed = inline.i32(len(places) * HALF)
             for i, (place, other) in reversed(list(enumerate(zip(places, others, strict=True)))):
-                is_below = arith.andi(
-                    arith.cmpi(predicates.slt, place, mgpu.c(batch, i32)),
-                    arith.cmpi(predicates.slt, other, bound),
-                )
-                not_below = arith.xori(ballot(is_below), mgpu.c(-1, i32))
-                of_half = arith.shrui(not_below, arith.muli(half, mgpu.c(HALF, i32)))
-                of_half = arith.andi(of_half, mgpu.c((1 << HALF) - 1, i32))
-                first = arith.addi(lowest_bit(of_half), mgpu.c(i * HALF, i32))
-                is_found = arith.cmpi(predicates.ne, of_half, mgpu.c(0, i32))
-                passed = arith.select(is_found, first, passed)
-            low = arith.addi(low, arith.muli(passed, mgpu.c(step, i32)))
+                not_below = ballot((place < batch) & (other < bound)) ^ -1
+                of_half = (not_below >> half * HALF) & ((1 << HALF) - 1)
+                first = lowest_bit(of_half) + i * HALF
+                passed = of_half.differs(0).select(first, passed)
+            low = low + passed * step
             step //= HALF * EACH
-        low = arith.minsi(low, mgpu.c(batch, i32))
-        return splat(from_lane(low, 0)), splat(from_lane(low, HALF))
+        low = low.at_most(batch)
+        return from_lane(low, 0), from_lane(low, HALF)
 
-    return search(cand_to_user, user)
+    return found
 
 
 def _counts(cand_to_user: Any, user: Any, users: int) -> tuple[Any, Any]:
     """Counts the candidates with users below `user`, and with users up to `user`."""
     batch = cand_to_user.shape[0]
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SCALAR), return_type=(INTEGER, INTEGER))
-    def count(_: Any, index: ir.Value, user: mgpu.FragmentedArray) -> Any:
-        i32, predicates = ir.IntegerType.get_signless(32), arith.CmpIPredicate
-        places = [arith.addi(lane(), mgpu.c(i, i32)) for i in range(0, batch, LANES)]
+    @inline.code(cand_to_user, user, returns=(INTEGER, INTEGER))
+    def counted(index: ir.Value, user: Integer) -> Any:
+        places = [lane() + i for i in range(0, batch, LANES)]
         # All loads are issued before the first one is waited for.
         others = [user_at(index, place, batch, users) for place in places]
-        first = user.registers.item()
-        second = arith.addi(first, mgpu.c(1, i32))
+        following = user + 1
         # Both counts in one word, so that the lanes add them at once.
-        both = mgpu.c(0, i32)
+        both = inline.i32(0)
         for i, (place, other) in enumerate(zip(places, others, strict=True)):
-            for bound, shift in ((first, 0), (second, 16)):
-                is_below = arith.cmpi(predicates.slt, other, bound)
+            for bound, shift in ((user, 0), (following, 16)):
+                is_below = other < bound
                 if (i + 1) * LANES > batch:
-                    is_inside = arith.cmpi(predicates.slt, place, mgpu.c(batch, i32))
-                    is_below = arith.andi(is_below, is_inside)
-                one = arith.select(is_below, mgpu.c(1 << shift, i32), mgpu.c(0, i32))
-                both = arith.addi(both, one)
+                    is_below = is_below & (place < batch)
+                both = both + is_below.select(1 << shift, 0)
         both = total(both)
-        return tuple(
-            splat(x)
-            for x in (arith.andi(both, mgpu.c(0xFFFF, i32)), arith.shrui(both, mgpu.c(16, i32)))
-        )
+        return both & 0xFFFF, both >> 16
 
-    return count(cand_to_user, user)
+    return counted
 
 
 class Extent(NamedTuple):

@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, vector
@@ -20,6 +19,7 @@ from ikbo_jax.pallas.few_queries import listing
 from ikbo_jax.pallas.few_queries.context import Context, Part
 from ikbo_jax.pallas.flash.softmax import LN_2, inverse_sums
 from ikbo_jax.pallas.hopper import inline, stores
+from ikbo_jax.pallas.hopper.inline import Integer
 from ikbo_jax.pallas.hopper.row_order import RowOrder
 from ikbo_jax.pallas.hopper.stores import ROW_LAYOUT
 from ikbo_jax.problems.hopper import WARPGROUP_SIZE, WGMMA_M
@@ -128,32 +128,24 @@ def _store_from_registers(
     _, heads, *widths = output.shape
     width = widths[0] if widths else 1
     is_f32 = output.dtype == jnp.float32
-    scalar = plgpu.Layout.WG_SPLAT(())
-    layout: Any = plgpu.Layout.WGMMA if widths else ROW_LAYOUT
     tables = (ctx.shared.listing,) if shape.listed else ()
     if order is not None:
         tables = order.tables
 
-    @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(), layout, *(scalar,) * 5, *(plgpu.RefType() for _ in tables))
+    @inline.code(
+        output, values, part.target, part.rows, head, part.offset, jnp.int32(column), *tables
     )
-    def write(_: Any, output: ir.Value, values: Any, *rest: Any) -> None:
-        i32 = ir.IntegerType.get_signless(32)
-        target, rows, head, offset, column = (s.registers.item() for s in rest[:5])
-        table = rest[5:]
+    def write(output: ir.Value, values: Any, *rest: Any) -> None:
+        target, rows, head, offset, column, *table = rest
         thread = stores.thread_number()
         held = stores.HeldRows(values, thread, is_f32=is_f32)
         for half in (0, 1):
             tile_row = stores.thread_row(thread, half)
-            row = arith.remui(tile_row, mgpu.c(head_rows, i32))
-            member = arith.divui(tile_row, mgpu.c(head_rows, i32))
-            below = arith.CmpIPredicate.slt
-            is_wanted = arith.andi(
-                arith.cmpi(below, row, rows), arith.cmpi(below, member, mgpu.c(group, i32))
-            )
+            row, member = tile_row % head_rows, tile_row // head_rows
+            is_wanted = (row < rows) & (member < group)
             if shape.listed:
-                row = listing.listed_row(table[0], arith.addi(row, offset), shape.q_len)
-            place = arith.addi(target, row), arith.addi(head, member)
+                row = listing.listed_row(table[0], row + offset, shape.q_len)
+            place = target + row, head + member
             if order is not None:
                 place = order.place(*place, *table)
             terms = [(place[0], heads * width), (place[1], width)]
@@ -161,26 +153,15 @@ def _store_from_registers(
                 terms.append((column, 1))
             held.store(output, half, terms, is_wanted, begin=begin)
 
-    write(output, values, part.target, part.rows, head, part.offset, jnp.int32(column), *tables)
 
-
-def _address(memory: ir.Value, thread: ir.Value, number: int) -> ir.Value:
+def _address(memory: ir.Value, thread: Integer, number: int) -> ir.Value:
     """Computes the address of this thread's vector `number`."""
-    i32 = ir.IntegerType.get_signless(32)
-    offset = arith.addi(
-        arith.muli(thread, mgpu.c(_VECTOR, i32)), mgpu.c(number * WARPGROUP_SIZE * _VECTOR, i32)
-    )
-    return mgpu.utils.getelementptr(mgpu.utils.memref_ptr(memory), [offset], i32)
+    return inline.address(memory, thread * _VECTOR + number * WARPGROUP_SIZE * _VECTOR)
 
 
 def _load(address: ir.Value) -> list[ir.Value]:
-    words = mgpu.utils.inline_ptx(
-        "ld.shared.v4.f32 {$0, $1, $2, $3}, [$4];",
-        address,
-        result_types=[ir.F32Type.get()] * _VECTOR,
-        has_side_effects=True,
-    )
-    return list(words)
+    ptx = "ld.shared.v4.f32 {$0, $1, $2, $3}, [$4];"
+    return list(inline.issue(ptx, address, result_types=[ir.F32Type.get()] * _VECTOR))
 
 
 def give(ctx: Any, acc: jax.Array, maximum: jax.Array, sums: jax.Array) -> None:
@@ -194,8 +175,8 @@ def give(ctx: Any, acc: jax.Array, maximum: jax.Array, sums: jax.Array) -> None:
         shared.exchange[count - 1] = jnp.broadcast_to(words[:, None], vectors)
         return
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.Layout.WGMMA, ROW_LAYOUT, ROW_LAYOUT))
-    def store(_: Any, memory: ir.Value, acc: Any, maximum: Any, sums: Any) -> None:
+    @inline.code(shared.exchange, acc, maximum, sums)
+    def _(memory: ir.Value, acc: Any, maximum: Any, sums: Any) -> None:
         words = [
             vector.extract(register, [], [i])
             for array, width in ((acc, 2), (maximum, 1), (sums, 1))
@@ -204,14 +185,11 @@ def give(ctx: Any, acc: jax.Array, maximum: jax.Array, sums: jax.Array) -> None:
         ]
         thread = stores.thread_number()
         for number in range(len(words) // _VECTOR):
-            mgpu.utils.inline_ptx(
+            inline.issue(
                 "st.shared.v4.f32 [$0], {$1, $2, $3, $4};",
                 _address(memory, thread, number),
                 *words[number * _VECTOR : (number + 1) * _VECTOR],
-                has_side_effects=True,
             )
-
-    store(shared.exchange, acc, maximum, sums)
 
 
 def take_statistics(ctx: Any) -> tuple[jax.Array, jax.Array]:
@@ -223,12 +201,12 @@ def take_statistics(ctx: Any) -> tuple[jax.Array, jax.Array]:
         return words[:WGMMA_M], words[WGMMA_M:]
     row = plgpu.ShapeDtypeStruct((WGMMA_M,), jnp.float32, layout=ROW_LAYOUT)
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=(row, row))
-    def read(_: Any, memory: ir.Value) -> Any:
+    @inline.code(shared.exchange, returns=(row, row))
+    def read(memory: ir.Value) -> Any:
         words = _load(_address(memory, stores.thread_number(), last_vector))
         return stores.row_array(words[:2]), stores.row_array(words[2:])
 
-    return read(shared.exchange)
+    return read
 
 
 def take_sum(ctx: Any, acc: jax.Array, factor: jax.Array, factor2: jax.Array) -> jax.Array:
@@ -241,11 +219,11 @@ def take_sum(ctx: Any, acc: jax.Array, factor: jax.Array, factor2: jax.Array) ->
         words = lax.bitcast_convert_type(words, jnp.float32)
         return acc * factor[:, None] + words.reshape(acc.shape) * factor2[:, None]
 
-    @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(), plgpu.Layout.WGMMA, ROW_LAYOUT, ROW_LAYOUT),
-        return_type=plgpu.ShapeDtypeStruct(acc.shape, jnp.float32, layout=plgpu.Layout.WGMMA),
+    @inline.code(
+        *(ctx.shared.exchange, acc, factor, factor2),
+        returns=plgpu.ShapeDtypeStruct(acc.shape, jnp.float32, layout=plgpu.Layout.WGMMA),
     )
-    def add(_: Any, memory: ir.Value, acc: Any, *factors: Any) -> Any:
+    def added(memory: ir.Value, acc: Any, *factors: Any) -> Any:
         thread = stores.thread_number()
         pair = ir.VectorType.get((2,), ir.F32Type.get())
         # A thread's pairs of columns alternate between its two rows.
@@ -265,4 +243,4 @@ def take_sum(ctx: Any, acc: jax.Array, factor: jax.Array, factor2: jax.Array) ->
                 registers.flat[2 * number + row] = vector.from_elements(pair, sums)
         return inline.accumulator(registers)
 
-    return add(ctx.shared.exchange, acc, factor, factor2)
+    return added

@@ -19,14 +19,14 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, scf
+from jaxlib.mlir.dialects import scf
 
 from ikbo_jax.pallas.few_queries import listing
-from ikbo_jax.pallas.hopper import turns, warps
-from ikbo_jax.pallas.worklist.search import SCALAR, clamped, user_at
+from ikbo_jax.pallas.hopper import inline, turns, warps
+from ikbo_jax.pallas.hopper.inline import Integer
+from ikbo_jax.pallas.worklist.search import clamped, user_at
 from ikbo_jax.problems.few_queries import LISTING_WARPS
 
 #: The lower half of a word.
@@ -113,67 +113,50 @@ def _fill_at_once(ctx: Any) -> None:
 def _fill(ctx: Any) -> None:
     shape, operands = ctx.shape, ctx.operands
     lengths = () if operands.lengths is None else (operands.lengths,)
-    refs = (plgpu.RefType(),) * (2 + len(lengths))
 
-    @plgpu.inline_mgpu(arg_types=(*refs, SCALAR))
-    def write(_: Any, index: ir.Value, words: ir.Value, *rest: Any) -> None:
-        thread = listing.thread_of(rest[-1].registers.item())
-        _write(shape, thread, words, index, rest[0] if lengths else None)
-
-    write(operands.cand_to_user, ctx.shared.table, *lengths, ctx.consumer)
+    @inline.code(operands.cand_to_user, ctx.shared.table, ctx.consumer, *lengths)
+    def _(index: ir.Value, words: ir.Value, consumer: Integer, lengths: Any = None) -> None:
+        _write(shape, listing.thread_of(consumer), words, index, lengths)
 
 
-def _write(shape: Any, thread: ir.Value, words: ir.Value, index: ir.Value, lengths: Any) -> None:
+def _write(shape: Any, thread: Integer, words: ir.Value, index: ir.Value, lengths: Any) -> None:
     """Writes a thread's share of the table; issues all loads before it waits for the first."""
-    i32, predicates = ir.IntegerType.get_signless(32), arith.CmpIPredicate
     table, batch, users = shape.table, shape.batch, shape.users
     changes = _Changes(index, thread, batch, users)
     owners = []
     for number, is_slot in _strided(thread, table.extra):
-        row = arith.muli(arith.addi(number, mgpu.c(1, i32)), mgpu.c(shape.item_rows, i32))
-        last = arith.divui(arith.subi(row, mgpu.c(1, i32)), mgpu.c(shape.q_len, i32))
+        last = ((number + 1) * shape.item_rows - 1) // shape.q_len
         owners.append((number, is_slot, user_at(index, last, batch, users)))
     keys = []
     if lengths is not None:
         for user, is_user in _strided(thread, users):
-            of_user = warps.load(lengths, arith.minsi(user, mgpu.c(users - 1, i32)))
+            of_user = warps.load(lengths, user.at_most(users - 1))
             keys.append((user, is_user, of_user))
-    last_user = user_at(index, mgpu.c(batch - 1, i32), batch, users)
+    last_user = user_at(index, inline.i32(batch - 1), batch, users)
 
-    def put(first: int, at: ir.Value, value: ir.Value, is_wanted: ir.Value) -> None:
+    def put(first: int, at: Integer, value: ir.Value, is_wanted: ir.Value) -> None:
         """Stores a 16-bit number at place `at` from word `first` on."""
-        at = arith.addi(at, mgpu.c(2 * first, i32))
-        warps.store_shared(words, at, value, is_wanted, bits=16)
+        warps.store_shared(words, at + 2 * first, value, is_wanted, bits=16)
 
-    zero, two = mgpu.c(0, i32), mgpu.c(2, i32)
+    zero, two = inline.i32(0), inline.i32(2)
     for at, is_word in _strided(thread, users):  # users without candidates
         warps.store_shared(words, at, zero, is_word)
-    mgpu.utils.inline_ptx(
-        f"barrier.sync {listing.BARRIER}, {turns.CONSUMER_THREADS};",
-        has_side_effects=True,
-        convergent=True,
-    )
+    inline.issue(f"barrier.sync {listing.BARRIER}, {turns.CONSUMER_THREADS};", convergent=True)
     fault = changes.put(put)
-    end = arith.addi(arith.muli(last_user, two), mgpu.c(1, i32))
-    put(0, end, mgpu.c(batch, i32), arith.cmpi(predicates.eq, thread, zero))
+    put(0, last_user * two + 1, inline.i32(batch), thread.equals(zero))
     for number, is_slot, user in owners:
         put(table.owners, number, user, is_slot)
     for user, is_user, of_user in keys:
-        most = arith.minsi(of_user, mgpu.c(shape.kv_len, i32))
-        put(table.lengths, user, arith.maxsi(most, zero), is_user)
-    is_first = arith.cmpi(predicates.eq, warps.lane(), zero)
-    warp = arith.divui(thread, mgpu.c(warps.LANES, i32))
+        put(table.lengths, user, of_user.at_most(shape.kv_len).at_least(zero), is_user)
+    is_first, warp = warps.lane().equals(zero), thread // warps.LANES
     faults = warps.ones(warps.ballot(fault))
-    at = arith.addi(warp, mgpu.c(table.faults, i32))
-    warps.store_shared(words, at, faults, is_first)
+    warps.store_shared(words, warp + table.faults, faults, is_first)
 
 
-def _strided(thread: ir.Value, count: int) -> list[tuple[ir.Value, ir.Value]]:
+def _strided(thread: Integer, count: int) -> list[tuple[Integer, Integer]]:
     """Returns this thread's numbers of `count`, each with whether it is below `count`."""
-    i32 = ir.IntegerType.get_signless(32)
-    numbers = [arith.addi(thread, mgpu.c(first, i32)) for first in range(0, count, listing.THREADS)]
-    below = arith.CmpIPredicate.slt
-    return [(number, arith.cmpi(below, number, mgpu.c(count, i32))) for number in numbers]
+    numbers = [thread + first for first in range(0, count, listing.THREADS)]
+    return [(number, number < count) for number in numbers]
 
 
 class _Changes:
@@ -183,95 +166,89 @@ class _Changes:
     run once, and its instructions have to be fetched.
     """
 
-    def __init__(self, index: ir.Value, thread: ir.Value, batch: int, users: int) -> None:
+    def __init__(self, index: ir.Value, thread: Integer, batch: int, users: int) -> None:
         self._index, self._thread, self._users = index, thread, users
-        i32, predicates = ir.IntegerType.get_signless(32), arith.CmpIPredicate
-        is_lowest = arith.cmpi(predicates.eq, warps.lane(), mgpu.c(0, i32))
+        is_lowest = warps.lane().equals(0)
         # All loads are issued before the first one is waited for. The lane below has the candidate
         # before a part, but for the lowest lane.
         loaded = [
             (first, part, self._before(first, is_lowest), is_part)
             for first, part, is_part in listing.loaded_parts(index, thread, batch)
         ]
-        always = arith.cmpi(predicates.eq, thread, thread)
+        always = thread.equals(thread)
         self._parts = [
             (
                 first,
                 part,
-                arith.select(is_lowest, raw, warps.from_below(part[-1])),
+                is_lowest.select(raw, warps.from_below(part[-1])),
                 always if is_part is None else is_part,
             )
             for first, part, raw, is_part in loaded
         ]
 
-    def put(self, put: Callable[..., None]) -> ir.Value:
+    def put(self, put: Callable[..., None]) -> Integer:
         """Puts where users begin and end; returns whether the index is not sorted."""
-        i32, predicates = ir.IntegerType.get_signless(32), arith.CmpIPredicate
         whole = [part for part in self._parts if len(part[1]) == listing.PART]
         has_few = self._users < _USERS_OF_PART * len(whole) - _USERS_OF_LOOP
-        fault = mgpu.c(0, i32)
+        fault = inline.i32(0)
         for part in self._parts:
             if not (has_few and len(part[1]) == listing.PART):
-                fault = arith.ori(fault, self._put_users(put, *part))
+                fault = fault | self._put_users(put, *part)
         if has_few:
             fault = self._put_changed(put, whole, fault)
-        return arith.cmpi(predicates.ne, fault, mgpu.c(0, i32))
+        return fault.differs(0)
 
     def _put_changed(
-        self, put: Callable[..., None], parts: list[tuple[Any, ...]], fault: ir.Value
-    ) -> ir.Value:
+        self, put: Callable[..., None], parts: list[tuple[Any, ...]], fault: Integer
+    ) -> Integer:
         """Puts the users of parts in which a user begins; returns `fault`, or 1 if in disorder."""
-        i32, predicates = ir.IntegerType.get_signless(32), arith.CmpIPredicate
-        zero, one = mgpu.c(0, i32), mgpu.c(1, i32)
+        i32 = ir.IntegerType.get_signless(32)
+        zero, one = inline.i32(0), inline.i32(1)
         changed = zero
         for number, (_, users, before, is_part) in enumerate(parts):
             differences = zero
             for user, other in zip(users, [before, *users[:-1]], strict=True):
-                differences = arith.ori(differences, arith.xori(user, other))
-            has_new = arith.andi(arith.cmpi(predicates.ne, differences, zero), is_part)
-            bit = arith.select(has_new, mgpu.c(1 << number, i32), zero)
-            changed = arith.ori(changed, bit)
+                differences = differences | (user ^ other)
+            has_new = differences.differs(zero) & is_part
+            changed = changed | has_new.select(1 << number, zero)
         loop = scf.WhileOp([i32, i32], [changed, fault])
         block = loop.before.blocks.append(i32, i32)
         with ir.InsertionPoint(block):
-            word, fault = block.arguments
-            lanes = warps.ballot(arith.cmpi(predicates.ne, word, zero))
-            scf.condition(arith.cmpi(predicates.ne, lanes, zero), [word, fault])
+            word, fault = map(Integer, block.arguments)
+            lanes = warps.ballot(word.differs(zero))
+            scf.condition(lanes.differs(zero), [word, fault])
         block = loop.after.blocks.append(i32, i32)
         with ir.InsertionPoint(block):
-            word, fault = block.arguments
-            has_part = arith.cmpi(predicates.ne, word, zero)
-            number = arith.select(has_part, warps.lowest_bit(word), zero)
-            part = arith.addi(arith.muli(number, mgpu.c(listing.THREADS, i32)), self._thread)
-            first = arith.muli(arith.select(has_part, part, zero), mgpu.c(listing.PART, i32))
+            word, fault = map(Integer, block.arguments)
+            has_part = word.differs(zero)
+            chosen = has_part.select(warps.lowest_bit(word), zero)
+            part = chosen * listing.THREADS + self._thread
+            first = has_part.select(part, zero) * listing.PART
             users, before = listing.load_part(self._index, first), self._before(first, has_part)
-            fault = arith.ori(fault, self._put_users(put, first, users, before, has_part))
-            scf.yield_([arith.andi(word, arith.subi(word, one)), fault])
-        return loop.results[1]
+            fault = fault | self._put_users(put, first, users, before, has_part)
+            scf.yield_([word & (word - one), fault])
+        return Integer(loop.results[1])
 
     def _put_users(
         self,
         put: Callable[..., None],
-        first: ir.Value,
-        users: list[ir.Value],
-        before: ir.Value,
+        first: Integer,
+        users: list[Integer],
+        before: Integer,
         is_wanted: ir.Value,
-    ) -> ir.Value:
+    ) -> Integer:
         """Puts where users begin and end from candidate `first` on; returns 1 if in disorder."""
-        i32, predicates = ir.IntegerType.get_signless(32), arith.CmpIPredicate
-        two, fault = mgpu.c(2, i32), arith.cmpi(predicates.ne, first, first)
+        two, fault = inline.i32(2), first.differs(first)
         before = clamped(before, self._users)
         for i, word in enumerate(users):
-            user, candidate = clamped(word, self._users), arith.addi(first, mgpu.c(i, i32))
-            is_new = arith.andi(arith.cmpi(predicates.ne, user, before), is_wanted)
-            put(0, arith.muli(user, two), candidate, is_new)
-            put(0, arith.addi(arith.muli(before, two), mgpu.c(1, i32)), candidate, is_new)
-            is_less = arith.andi(arith.cmpi(predicates.slt, user, before), is_wanted)
-            fault, before = arith.ori(fault, is_less), user
-        return arith.extui(i32, fault)
+            user, candidate = clamped(word, self._users), first + i
+            is_new = user.differs(before) & is_wanted
+            put(0, user * two, candidate, is_new)
+            put(0, before * two + 1, candidate, is_new)
+            is_less = (user < before) & is_wanted
+            fault, before = fault | is_less, user
+        return fault.extended()
 
-    def _before(self, candidate: ir.Value, is_wanted: ir.Value) -> ir.Value:
+    def _before(self, candidate: Integer, is_wanted: ir.Value) -> Integer:
         """Loads the user of the candidate before, or of candidate 0; 0 if not wanted."""
-        i32 = ir.IntegerType.get_signless(32)
-        before = arith.maxsi(arith.subi(candidate, mgpu.c(1, i32)), mgpu.c(0, i32))
-        return warps.load(self._index, before, is_wanted)
+        return warps.load(self._index, (candidate - 1).at_least(0), is_wanted)

@@ -63,6 +63,7 @@ from ikbo_jax.pallas.worklist.lists import Offsets
 from ikbo_jax.pallas.worklist.tiles import query_tiles
 from ikbo_jax.problems import AttentionConfig
 from ikbo_jax.problems.hopper import TILE_ROWS, WGMMA_M
+from ikbo_jax.reference.gdpa import Settings
 
 
 def _users_in_order(cand_to_user: jax.Array, order: jax.Array | None) -> jax.Array:
@@ -204,14 +205,12 @@ def jagged_attention_kernel(
     key: jax.Array,
     value: jax.Array,
     tiles: lists.TileList,
+    settings: Settings,
     *,
     out_rows: int,
-    scale: float,
-    output_scale: float,
     return_residuals: bool,
     config: AttentionConfig,
     num_sms: int,
-    logit_cap: float | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:
     """Attends from every tile of queries to the keys and values of its sequence, by a softmax.
 
@@ -221,11 +220,9 @@ def jagged_attention_kernel(
     """
     if config.reuse:
         raise ValueError(f"a list of tiles does not support reuse, but config is {config}")
-    if scale == 0:  # every score is 0, as with queries of zeros
-        query, scale = jnp.zeros_like(query), 1.0
     operands = Operands(query, key, value, words=tiles.words, counts=tiles.counts)
     # Each row may belong to a different sequence, so q_len is 1.
-    scales = scale, num_sms, output_scale, logit_cap
+    scales = settings.scale, num_sms, settings.output_scale, settings.logit_cap
     shape = _shape_of_list(operands, out_rows, 1, *scales)
     return _launch(operands, shape, config, "ikbo_gdpa_softmax", return_residuals)
 

@@ -48,7 +48,6 @@ from ikbo_jax.problems.gdpa import GROUP_BYTES
 from ikbo_jax.problems.hopper import TILE_ROWS
 from ikbo_jax.reference.activations import SOFTMAX
 from ikbo_jax.reference.gdpa import Arrays, Settings, out_shape
-from ikbo_jax.reference.hstu import Rule
 
 #: Most groups of masked tiles: ranks (`worklist.positions`) have 31 bits.
 MOST_GROUPS = 256
@@ -67,19 +66,19 @@ def gdpa_kernel(
     Arrays are bf16 or f16, either all heads have a softmax or none, and the configuration is legal.
     Returns out and, with `return_residuals`, lse [rows, N] f32; rows without keys have 0 and -inf.
     """
-    activation: dict[str, Any] = {"activations": settings.activations, "approx": settings.approx}
     options: dict[str, Any] = {
         "out_rows": out_shape(arrays, settings)[0],
-        "scale": settings.scale,
-        "output_scale": settings.output_scale,
+        "return_residuals": return_residuals,
         "num_sms": num_sms,
     }
-    if isinstance(config, ShortGdpaConfig):
-        options |= activation | {"config": config, "return_residuals": return_residuals}
-        tiles = _tiles_of_short(arrays, settings, config)
-        return short_gdpa.short_gdpa(*arrays[:3], tiles, **options)
-    options["logit_cap"] = settings.logit_cap
+    if SOFTMAX in settings.activations and settings.scale == 0:
+        # Every score is 0, as with queries of zeros.
+        arrays = arrays._replace(query=jnp.zeros_like(arrays.query))
+        settings = settings._replace(scale=1.0)
     query, key, value = arrays[:3]
+    if isinstance(config, ShortGdpaConfig):
+        tiles = _tiles_of_short(arrays, settings, config)
+        return short_gdpa.short_gdpa(query, key, value, tiles, settings, config=config, **options)
     offsets = Offsets.of(arrays, settings)
     if settings.rule is not None:
         groups = {"keys_per_group": _keys_per_group(key, config)}
@@ -88,15 +87,13 @@ def gdpa_kernel(
         listed = query_tiles(offsets, size=TILE_ROWS)
     has_mask = settings.rule is not None or arrays.intervals is not None
     if SOFTMAX in settings.activations and not has_mask:
-        options |= {"config": config.for_softmax, "return_residuals": return_residuals}
-        return attention.jagged_attention_kernel(query, key, value, listed, **options)
-    options |= activation | {"config": config}
-    options["rule"] = settings.rule
+        options["config"] = config.for_softmax
+        return attention.jagged_attention_kernel(query, key, value, listed, settings, **options)
     if settings.rule is None and arrays.intervals is not None:
         listed, options["seen"] = gdpa_masked.mask_tiles(
             listed, arrays.intervals, config.block_kv, _keys_per_group(key, config)
         )
-    return gdpa_forward(query, key, value, listed, return_residuals=return_residuals, **options)
+    return gdpa_forward(query, key, value, listed, settings, config=config, **options)
 
 
 def _keys_per_group(key: jax.Array, config: GdpaConfig) -> int | None:
@@ -126,33 +123,24 @@ def gdpa_forward(
     key: jax.Array,
     value: jax.Array,
     tiles: TileList,
+    settings: Settings,
     *,
     out_rows: int,
-    activations: tuple[str, ...],
-    approx: str | None,
-    scale: float,
-    output_scale: float,
     config: GdpaConfig,
     num_sms: int,
-    logit_cap: float | None = None,
-    rule: Rule | None = None,
     seen: jax.Array | None = None,
     return_residuals: bool = False,
 ) -> tuple[jax.Array, jax.Array | None]:
     """Attends from every tile of queries to the keys and values of its sequence.
 
     Arguments and results are as for `gdpa_kernel`; `tiles` have `TILE_ROWS` rows, and every row of
-    the result has one. With a mask, which a softmax needs, tiles and `rule` are of
-    `worklist.masked`, or tiles and `seen` are of `gdpa_masked.mask_tiles`; `config` has run=1 and
-    no half_blocks.
+    the result has one. With a mask, which a softmax needs, tiles and `settings.rule`
+    are of `worklist.masked`, or tiles and `seen` are of `gdpa_masked.mask_tiles`; `config` has
+    run=1 and no half_blocks.
     """
     _, q_heads, head_dim = query.shape
-    if SOFTMAX in activations and scale == 0:  # every score is 0, as with queries of zeros
-        query, scale = jnp.zeros_like(query), 1.0
-    workers = min(num_sms, tiles.words.shape[0] * q_heads)
-    has_f32_range = query.dtype == jnp.bfloat16
-    scales = scale, output_scale
-    activation = ActivationSpec.of(activations, approx, scales, has_f32_range, logit_cap)
+    workers, rule = min(num_sms, tiles.words.shape[0] * q_heads), settings.rule
+    activation = ActivationSpec.of(settings, query.dtype)
     has_mask = rule is not None or seen is not None
     if has_mask and not has_long_tiles(rule):  # its tiles do not say what a consumer sees
         config = dataclasses.replace(config, skip_empty=False)

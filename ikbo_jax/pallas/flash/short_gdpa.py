@@ -51,6 +51,7 @@ from ikbo_jax.pallas.worklist.segments import Shape as Segments
 from ikbo_jax.problems.hopper import WGMMA_M
 from ikbo_jax.problems.short_gdpa import Batch, ShortGdpaConfig
 from ikbo_jax.reference.activations import SOFTMAX
+from ikbo_jax.reference.gdpa import Settings
 
 
 @dataclasses.dataclass(frozen=True)
@@ -304,12 +305,9 @@ def short_gdpa(
     key: jax.Array,
     value: jax.Array,
     tiles: lists.TileList | Offsets,
+    settings: Settings,
     *,
     out_rows: int,
-    activations: tuple[str, ...],
-    approx: str | None,
-    scale: float,
-    output_scale: float,
     return_residuals: bool,
     config: ShortGdpaConfig,
     num_sms: int,
@@ -317,14 +315,11 @@ def short_gdpa(
     """Attends from every tile of queries to the keys and values of its sequence.
 
     Arguments and results are as for `gdpa.gdpa_kernel`; `tiles` have `config.tile_rows` rows, or
-    are what each CTA finds its tiles from. `activations` may be one for all heads.
+    are what each CTA finds its tiles from. `settings.activations` may be one for all
+    heads.
     """
     _, q_heads, head_dim = query.shape
-    is_softmax = SOFTMAX in activations
-    if is_softmax and scale == 0:  # every score is 0, as with queries of zeros
-        query, scale = jnp.zeros_like(query), 1.0
-    has_f32_range = query.dtype == jnp.bfloat16
-    spec = ActivationSpec(activations, approx, scale, output_scale, has_f32_range)
+    is_softmax = SOFTMAX in settings.activations
     segments = batch = None
     if isinstance(tiles, Offsets):
         segments = Segments.of(tiles, config.tile_rows, config.block_kv, warpgroups=1)
@@ -339,9 +334,9 @@ def short_gdpa(
         key.shape[1],
         head_dim,
         workers,
-        None if is_softmax else spec,
-        scale * math.log2(math.e),
-        output_scale,
+        None if is_softmax else ActivationSpec.of(settings, query.dtype),
+        settings.scale * math.log2(math.e),
+        settings.output_scale,
         segments,
     )
     out, *lse = launch(

@@ -14,9 +14,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, vector
+from jaxlib.mlir.dialects import vector
 
-from ikbo_jax.pallas.hopper import mma, mosaic
+from ikbo_jax.pallas.hopper import inline, mma, mosaic
+from ikbo_jax.pallas.hopper.inline import Integer
 from ikbo_jax.pallas.hopper.stores import ROW_LAYOUT
 from ikbo_jax.problems.hopper import WGMMA_M
 
@@ -183,20 +184,12 @@ def flag_rows(
 
         return
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.Layout.WG_SPLAT(()), ROW_LAYOUT))
-    def write(_: Any, flags: ir.Value, index: Any, is_good: mgpu.FragmentedArray) -> None:
+    @inline.code(flags, index, is_good.astype(jnp.int32))
+    def _(flags: ir.Value, index: Integer, is_good: mgpu.FragmentedArray) -> None:
         i32 = ir.IntegerType.get_signless(32)
-        first, second = (vector.extract(r, [], [0]) for r in is_good.registers.flat)
-        bad = arith.cmpi(arith.CmpIPredicate.eq, arith.andi(first, second), mgpu.c(0, i32))
+        first, second = (Integer(vector.extract(r, [], [0])) for r in is_good.registers.flat)
+        bad = (first & second).equals(0)
         base = mgpu.utils.memref_ptr(flags)
-        for at in (index.registers.item(), mgpu.c(0, i32)):
+        for at in (index, inline.i32(0)):
             address = mgpu.utils.getelementptr(base, [at], i32)
-            mgpu.utils.inline_ptx(
-                "st.shared.b32 [$0], $1;",
-                address,
-                mgpu.c(1, i32),
-                predicate=bad,
-                has_side_effects=True,
-            )
-
-    write(flags, index, is_good.astype(jnp.int32))
+            inline.issue("st.shared.b32 [$0], $1;", address, inline.i32(1), predicate=bad)

@@ -40,7 +40,6 @@ No code is shared.
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from ikbo_jax.pallas.activations import slopes as gdpa_slopes
 from ikbo_jax.pallas.activations.weights import ActivationSpec
@@ -52,6 +51,7 @@ from ikbo_jax.pallas.hopper.launch import Roles, launch
 from ikbo_jax.pallas.worklist.lists import Work
 from ikbo_jax.problems import GdpaBackwardConfig
 from ikbo_jax.problems.hopper import WGMMA_M
+from ikbo_jax.reference.gdpa import Settings
 
 
 def gradient_kernel(
@@ -60,15 +60,11 @@ def gradient_kernel(
     value: jax.Array,
     d_out: jax.Array,
     work: Work,
+    settings: Settings,
     *,
     is_for_keys: bool,
-    activations: tuple[str, ...],
-    approx: str | None,
-    scale: float,
-    output_scale: float,
     config: GdpaBackwardConfig,
     num_sms: int,
-    logit_cap: float | None = None,
     statistics: jax.Array | None = None,
     masks: masked.Masks | None = None,
     stored_rows: int = 0,
@@ -81,7 +77,7 @@ def gradient_kernel(
 
     Args:
       work: of queries or of keys, by `works.works` or `by_xla.works`, with `config.block`.
-      activations: a name for each of the N heads; softmax in all heads or in none.
+      settings: of the op; softmax in all heads or in none.
       statistics: with a softmax, the result of `softmax.statistics_of`.
       masks: of the queries, with `work` by `masked.mask_work`; None: queries see all keys. With
         `d_scores`, the kernel for queries computes d_query of these.
@@ -94,13 +90,15 @@ def gradient_kernel(
     _, heads, head_dim = stationary.shape
     group = d_out.shape[1] // key.shape[1]
     # Sums are scaled at a tile's end.
-    has_f32_range = query.dtype == jnp.bfloat16
-    activation = ActivationSpec.of(activations, approx, (scale, 1.0), has_f32_range, logit_cap)
+    activation = ActivationSpec.of(settings, query.dtype)
     by_weight, by_slope = gdpa_slopes.constants(activation)
-    scales = (scale * output_scale * by_slope, output_scale * by_weight)
+    output_scale = settings.output_scale
+    scales = (settings.scale * output_scale * by_slope, output_scale * by_weight)
     reads_stored = masks is not None and masks.d_scores is not None
     if reads_stored:
-        activation = ActivationSpec(("identity",) * len(activations), None, scale, 1.0, True)
+        activation = ActivationSpec(
+            ("identity",) * len(settings.activations), None, settings.scale, 1.0, True
+        )
         statistics = None
     shape = Shape(
         heads=heads,

@@ -15,13 +15,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, vector
+from jaxlib.mlir.dialects import vector
 
 from ikbo_jax.pallas.gdpa_backward import context
 from ikbo_jax.pallas.gdpa_backward.context import BackwardContext
 from ikbo_jax.pallas.hopper import inline, mma, mosaic, stores, warps
+from ikbo_jax.pallas.hopper.inline import Integer
 from ikbo_jax.pallas.worklist.lists import STATISTICS_ROW, Offsets
 from ikbo_jax.problems.hopper import TILE_ROWS, WGMMA_M
 from ikbo_jax.reference import jagged
@@ -87,8 +87,8 @@ def store(ctx: BackwardContext, d_scores: jax.Array, item: Any, step: Any) -> No
         return
     kind = {"bfloat16": "bf16x2", "float16": "f16x2"}[output.dtype.name]
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.Layout.WGMMA, plgpu.Layout.WG_SPLAT(())))
-    def write(_: Any, output: ir.Value, values: Any, row: Any) -> None:
+    @inline.code(output, d_scores, row)
+    def _(output: ir.Value, values: Any, row: Integer) -> None:
         # The product has the same values in registers of its own: if these were stored, ptxas would
         # serialise all products (C7512). It makes one register of two equal instructions, so pairs
         # are rounded in the reverse order here, and then exchanged.
@@ -97,9 +97,9 @@ def store(ctx: BackwardContext, d_scores: jax.Array, item: Any, step: Any) -> No
             ptx = f"{{ .reg .b32 x; cvt.rn.{kind}.f32 x, $1, $2; prmt.b32 $0, x, x, 0x1032; }}"
             words.append(inline.issue_word(ptx, *(vector.extract(pair, [], [i]) for i in (0, 1))))
         thread = stores.late_thread_number()
-        of_row = arith.remui(thread, inline.i32(stores.ROW_THREADS))
-        first = arith.addi(row.registers.item(), stores.thread_row(thread, 0))
-        terms = [(first, WGMMA_M), (arith.muli(of_row, inline.i32(8)), 1)]
+        of_row = thread % stores.ROW_THREADS
+        first = row + stores.thread_row(thread, 0)
+        terms = [(first, WGMMA_M), (of_row * 8, 1)]
         address = stores.device_address(output, terms, 2)
         for half in (0, 1):  # rows that are eight rows apart
             for i in range(0, 8, 4):
@@ -108,8 +108,6 @@ def store(ctx: BackwardContext, d_scores: jax.Array, item: Any, step: Any) -> No
                     address,
                     *warps.transposed(words[half::2][i : i + 4], of_row),
                 )
-
-    write(output, d_scores, row)
 
 
 def add_product(ctx: BackwardContext, total: jax.Array, step: Any) -> jax.Array:

@@ -20,6 +20,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
 from ikbo_jax.pallas.hopper import inline, mosaic
+from ikbo_jax.pallas.hopper.inline import Integer
 from ikbo_jax.problems.hopper import WARPGROUP_SIZE
 
 
@@ -54,10 +55,8 @@ def device_pointer(ref: ir.Value) -> ir.Value:
 def _thread_vector(base: ir.Value, index: int, width: int) -> ir.Value:
     """Computes the address of this thread's vector number `index`, of `width` 32-bit words."""
     i32 = ir.IntegerType.get_signless(32)
-    thread = arith.remui(mgpu.thread_idx(), inline.i32(WARPGROUP_SIZE))
-    offset = arith.addi(
-        arith.muli(thread, inline.i32(width)), inline.i32(index * WARPGROUP_SIZE * width)
-    )
+    thread = Integer(mgpu.thread_idx()) % WARPGROUP_SIZE
+    offset = thread * width + index * WARPGROUP_SIZE * width
     return mgpu.utils.getelementptr(base, [offset], i32)
 
 
@@ -95,16 +94,14 @@ def load(memory: Fragment, columns: int) -> Fragment:
     if mosaic.is_interpreted():
         return Fragment(memory.upper[...], memory.lower[...])
 
-    @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(), plgpu.RefType()), return_type=register_types(columns)
-    )
-    def issue(_: Any, upper: ir.Value, lower: ir.Value) -> Any:
+    @inline.code(*memory, returns=register_types(columns))
+    def issued(upper: ir.Value, lower: ir.Value) -> Any:
         return (
             upper_in_registers(_load_words(upper, columns // 16, 4), columns),
             lower_in_registers(_load_words(lower, columns // 16, 2), columns),
         )
 
-    return Fragment(*issue(*memory))
+    return Fragment(*issued)
 
 
 def register_types(columns: int) -> tuple[Any, Any]:
@@ -143,13 +140,11 @@ def store(memory: Fragment, value: jax.Array) -> None:
         memory.lower[...] = jnp.zeros_like(value)
         return
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), plgpu.Layout.WGMMA))
-    def write(_: Any, upper: ir.Value, lower: ir.Value, array: mgpu.FragmentedArray) -> None:
+    @inline.code(*memory, value)
+    def _(upper: ir.Value, lower: ir.Value, array: mgpu.FragmentedArray) -> None:
         uppers, lowers = words_of(array)
         _store_words(upper, uppers, 4)
         _store_words(lower, lowers, 2)
-
-    write(*memory, value)
 
 
 def words_of(array: mgpu.FragmentedArray) -> tuple[list[ir.Value], list[ir.Value]]:
@@ -170,19 +165,19 @@ def _permute_bytes(a: ir.Value, b: ir.Value, selector: int) -> ir.Value:
     return inline.compute_word(f"prmt.b32 $0, $1, $2, 0x{selector:04x};", a, b)
 
 
-def _round_to_24_bits(bits: ir.Value) -> ir.Value:
+def _round_to_24_bits(bits: Integer) -> Integer:
     """Rounds the bits of a finite f32 so that `add`, which copies byte 1 to byte 0, recovers 16
     bits.
 
     Subtracting half of that range before truncation centres the error.
     """
-    magnitude = arith.andi(bits, inline.i32(0x7FFFFFFF))
-    finite = arith.cmpi(arith.CmpIPredicate.ult, magnitude, inline.i32(0x7F7FFF00))
-    low = arith.andi(arith.shrui(bits, inline.i32(8)), inline.i32(0xFF))
-    rounded = arith.addi(arith.subi(bits, low), inline.i32(0x80))
+    magnitude = bits & 0x7FFFFFFF
+    finite = magnitude.below(0x7F7FFF00)
+    low = (bits >> 8) & 0xFF
+    rounded = bits - low + 0x80
     # Bits below 0x100 would wrap: denormal numbers are truncated without rounding.
-    normal = arith.cmpi(arith.CmpIPredicate.ugt, magnitude, inline.i32(0x00800000))
-    return arith.select(arith.andi(finite, normal), rounded, bits)
+    normal = magnitude.above(0x00800000)
+    return (finite & normal).select(rounded, bits)
 
 
 def add(acc: jax.Array, fragment: Fragment) -> jax.Array:
@@ -190,13 +185,11 @@ def add(acc: jax.Array, fragment: Fragment) -> jax.Array:
     if mosaic.is_interpreted():
         return acc + fragment.upper
 
-    columns = acc.shape[1]
-
-    @plgpu.inline_mgpu(
-        arg_types=(plgpu.Layout.WGMMA, plgpu.Layout.WGMMA, _lower_layout(columns)),
-        return_type=plgpu.ShapeDtypeStruct(acc.shape, jnp.float32, layout=plgpu.Layout.WGMMA),
+    @inline.code(
+        *(acc, *fragment),
+        returns=plgpu.ShapeDtypeStruct(acc.shape, jnp.float32, layout=plgpu.Layout.WGMMA),
     )
-    def sums(_: Any, acc: Any, upper: Any, lower: Any) -> Any:
+    def sums(acc: Any, upper: Any, lower: Any) -> Any:
         f32 = ir.F32Type.get()
         lowers = [vector.extract(r, [], [0]) for r in lower.registers.flat]
         registers = acc.registers.copy()
@@ -216,4 +209,4 @@ def add(acc: jax.Array, fragment: Fragment) -> jax.Array:
             registers.flat[r] = vector.from_elements(ir.VectorType.get((2,), f32), pair_sum)
         return inline.accumulator(registers)
 
-    return sums(acc, *fragment)
+    return sums

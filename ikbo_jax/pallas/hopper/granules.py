@@ -18,6 +18,7 @@ from jaxlib.mlir.dialects import arith, llvm, vector
 
 from ikbo_jax.pallas.hopper import fragment, inline, mosaic, stores
 from ikbo_jax.pallas.hopper.fragment import Fragment
+from ikbo_jax.pallas.hopper.inline import Integer
 from ikbo_jax.problems.hopper import WARPGROUP_SIZE, WGMMA_M
 from ikbo_jax.problems.packed_compression import GRANULE
 
@@ -58,32 +59,28 @@ def look_up(index: Any, first: Any, count: int, *, of_row: int, coarser_rows: in
 
     layout = _numbers_layout(count)
 
-    @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(), plgpu.Layout.WG_SPLAT(())),
-        return_type=plgpu.ShapeDtypeStruct((count * WARPGROUP_SIZE,), jnp.int32, layout=layout),
+    @inline.code(
+        *(index, first),
+        returns=plgpu.ShapeDtypeStruct((count * WARPGROUP_SIZE,), jnp.int32, layout=layout),
     )
-    def read(_: Any, index: ir.Value, first: mgpu.FragmentedArray) -> mgpu.FragmentedArray:
+    def read(index: ir.Value, first: Integer) -> mgpu.FragmentedArray:
         i32 = ir.IntegerType.get_signless(32)
         one = ir.VectorType.get((1,), i32)
         base = fragment.device_pointer(index)
-        granule = arith.addi(first.registers.item(), _warp())
+        granule = first + _warp()
         result = mgpu.FragmentedArray.splat(
             inline.i32(0), (count * WARPGROUP_SIZE,), layout.to_mgpu(), is_signed=True
         )
         registers = result.registers.copy()
         for i in range(count):
-            number = arith.addi(granule, inline.i32(i * GRANULES))
-            row = arith.divui(number, inline.i32(of_row))
-            row = arith.minsi(row, inline.i32(last))
-            user = llvm.load(i32, mgpu.utils.getelementptr(base, [row], i32))
-            user = arith.maxsi(user, inline.i32(0))
-            user = arith.minsi(user, inline.i32(coarser_rows - 1))
-            user = arith.muli(user, inline.i32(of_row))
-            user = arith.addi(user, arith.remui(number, inline.i32(of_row)))
+            number = granule + i * GRANULES
+            row = (number // of_row).at_most(last)
+            user = Integer(llvm.load(i32, mgpu.utils.getelementptr(base, [row], i32)))
+            user = user.at_least(0).at_most(coarser_rows - 1) * of_row + number % of_row
             registers.flat[i] = vector.from_elements(one, [user])
         return mgpu.FragmentedArray(_registers=registers, _layout=layout.to_mgpu(), _is_signed=True)
 
-    return read(index, first)
+    return read
 
 
 def load(
@@ -98,31 +95,26 @@ def load(
 
         return tuple(Fragment(*(part(plane, i) for plane in memory)) for i in range(count))
 
-    scalar = plgpu.Layout.WG_SPLAT(())
     types = fragment.register_types(columns)
 
-    @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(), plgpu.RefType(), _numbers_layout(count), scalar),
-        return_type=tuple(types) * count,
-    )
-    def issue(_: Any, upper: ir.Value, lower: ir.Value, numbers: Any, begin: Any) -> Any:
-        parts = []
+    @inline.code(*memory, numbers, begin, returns=tuple(types) * count)
+    def parts(upper: ir.Value, lower: ir.Value, numbers: Any, begin: Integer) -> Any:
+        found = []
         for register in numbers.registers.flat:
             number = vector.extract(register, [], [0])
             uppers, lowers = (
                 fragment.load_words(
-                    _address(plane, number, begin.registers.item(), width),
+                    _address(plane, number, begin, width),
                     columns // 16,
                     width,
                     WARP_SIZE,
                 )
                 for plane, width in zip((upper, lower), WORDS, strict=True)
             )
-            parts.append(fragment.upper_in_registers(uppers, columns))
-            parts.append(fragment.lower_in_registers(lowers, columns))
-        return tuple(parts)
+            found.append(fragment.upper_in_registers(uppers, columns))
+            found.append(fragment.lower_in_registers(lowers, columns))
+        return tuple(found)
 
-    parts = issue(*memory, numbers, begin)
     return tuple(Fragment(*parts[i : i + 2]) for i in range(0, len(parts), 2))
 
 
@@ -139,17 +131,14 @@ def store(memory: Fragment, value: jax.Array, first: Any, begin: Any) -> None:
                 memory.lower[first + i, :, pl.ds(begin, columns)] = jnp.zeros_like(part)
 
         return
-    scalar = plgpu.Layout.WG_SPLAT(())
 
-    @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(), plgpu.RefType(), plgpu.Layout.WGMMA, scalar, scalar)
-    )
-    def write(_: Any, upper: ir.Value, lower: ir.Value, array: Any, first: Any, begin: Any) -> None:
-        number = arith.addi(first.registers.item(), _warp())
-        exists = arith.cmpi(arith.CmpIPredicate.slt, number, inline.i32(total))
+    @inline.code(*memory, value, first, begin)
+    def _(upper: ir.Value, lower: ir.Value, array: Any, first: Integer, begin: Integer) -> None:
+        number = first + _warp()
+        exists = number < total
         planes = fragment.words_of(array)
         for plane, width, words in zip((upper, lower), WORDS, planes, strict=True):
-            address = _address(plane, number, begin.registers.item(), width)
+            address = _address(plane, number, begin, width)
             for v in range(len(words) // width):
                 values = ", ".join(f"${i + 1}" for i in range(width))
                 inline.issue(
@@ -158,8 +147,6 @@ def store(memory: Fragment, value: jax.Array, first: Any, begin: Any) -> None:
                     *words[v * width : (v + 1) * width],
                     predicate=exists,
                 )
-
-    write(*memory, value, first, begin)
 
 
 def stage_transposed(blocks: Any, values: jax.Array, *, is_swizzled: bool = True) -> None:
@@ -174,36 +161,32 @@ def stage_transposed(blocks: Any, values: jax.Array, *, is_swizzled: bool = True
         return
     swizzle_type = mosaic.row_swizzle(blocks.shape, blocks.dtype)
 
-    @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType((swizzle_type,) if is_swizzled else ()), plgpu.Layout.WGMMA)
+    @inline.code(
+        inline.Typed(blocks, plgpu.RefType((swizzle_type,) if is_swizzled else ())), values
     )
-    def write(_: Any, blocks: ir.Value, values: mgpu.FragmentedArray) -> None:
-        byte = ir.IntegerType.get_signless(8)
+    def _(blocks: ir.Value, values: mgpu.FragmentedArray) -> None:
         words = [inline.word(pair) for pair in values.registers.flat]
         thread = stores.thread_number()
 
-        def part(size: int, number: int) -> ir.Value:
-            return arith.remui(arith.divui(thread, inline.i32(size)), inline.i32(number))
+        def part(size: int, number: int) -> Integer:
+            return thread // size % number
 
         # A warp's stmatrix stores four transposed 8 x 8 matrices: lane l provides the address of
         # row l % 8 of matrix l / 8. Matrix 1 is right of matrix 0, matrix 2 is below it.
-        row = arith.addi(part(1, 8), arith.muli(part(16, 2), inline.i32(8)))
+        row = part(1, 8) + part(16, 2) * 8
         # Vectors of 8 columns: of the accumulator's 64 columns, and of a block.
-        vector_of_all = arith.addi(arith.muli(part(32, 4), inline.i32(2)), part(8, 2))
+        vector_of_all = part(32, 4) * 2 + part(8, 2)
         vectors = width // 8
-        block = arith.divui(vector_of_all, inline.i32(vectors))
-        vector_of_row = arith.remui(vector_of_all, inline.i32(vectors))
+        block, vector_of_row = vector_of_all // vectors, vector_of_all % vectors
         # A swizzle exchanges the vectors of a row by the bits of the address from 128 bytes on.
-        swizzle = arith.divui(row, inline.i32(64 // width))
-        swizzle = arith.remui(swizzle, inline.i32(vectors))
-        offset = arith.muli(block, inline.i32(rows * width * 2))
-        offset = arith.addi(offset, arith.muli(row, inline.i32(width * 2)))
+        swizzle = row // (64 // width) % vectors
+        offset = block * (rows * width * 2) + row * (width * 2)
         if is_swizzled:
-            vector_of_row = arith.xori(vector_of_row, swizzle)
-        vector_at = arith.muli(vector_of_row, inline.i32(16))
-        address = mgpu.utils.getelementptr(
-            mgpu.utils.memref_ptr(blocks), [arith.addi(offset, vector_at)], byte
-        )
+            vector_of_row = vector_of_row ^ swizzle
+        vector_at = vector_of_row * 16
+        start = mgpu.utils.memref_ptr(blocks)
+        byte = ir.IntegerType.get_signless(8)
+        address = mgpu.utils.getelementptr(start, [offset + vector_at], byte)
         for step in range(0, len(words), 4):
             matrices = words[step : step + 4]
             operands = ", ".join(f"${i + 1}" for i in range(len(matrices)))
@@ -215,21 +198,18 @@ def stage_transposed(blocks: Any, values: jax.Array, *, is_swizzled: bool = True
                 convergent=True,
             )
 
-    write(blocks, values)
 
-
-def _warp() -> ir.Value:
+def _warp() -> Integer:
     """This thread's warp in its warpgroup."""
-    return arith.divui(stores.thread_number(), inline.i32(WARP_SIZE))
+    return stores.thread_number() // WARP_SIZE
 
 
-def _address(plane: ir.Value, granule: ir.Value, begin: ir.Value, words: int) -> ir.Value:
+def _address(plane: ir.Value, granule: ir.Value, begin: Integer, words: int) -> ir.Value:
     """Address, in the global address space, of this lane's words of the group at column `begin`."""
     i32, i64 = ir.IntegerType.get_signless(32), ir.IntegerType.get_signless(64)
     groups = ir.MemRefType(plane.type).shape[1]
-    lane = arith.remui(stores.thread_number(), inline.i32(WARP_SIZE))
-    within = arith.muli(arith.divui(begin, inline.i32(16)), inline.i32(WARP_SIZE * words))
-    within = arith.addi(within, arith.muli(lane, inline.i32(words)))
-    offset = arith.muli(arith.extui(i64, granule), mgpu.c(groups * WARP_SIZE * words, i64))
-    offset = arith.addi(offset, arith.extui(i64, within))
+    lane = stores.thread_number() % WARP_SIZE
+    within = begin // 16 * (WARP_SIZE * words) + lane * words
+    offset = Integer(arith.extui(i64, granule)) * (groups * WARP_SIZE * words)
+    offset = offset + arith.extui(i64, within)
     return mgpu.utils.getelementptr(fragment.device_pointer(plane), [offset], i32)

@@ -1,16 +1,143 @@
-"""Numbers and addresses in inline code."""
+"""Inline code, and the numbers and addresses in it."""
 
-from typing import Any
+from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
 import numpy as np
 from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import llvm, vector
+from jaxlib.mlir.dialects import arith, llvm, vector
+
+from ikbo_jax.problems.hopper import WGMMA_M
 
 
-def i32(value: int) -> ir.Value:
+class Typed(NamedTuple):
+    """An operand of `code`, and its layout or the type of its memory."""
+
+    value: Any
+    type: Any
+
+
+def code(*operands: Any, returns: Any = None) -> Callable[[Callable[..., Any]], Any]:
+    """Runs the decorated function as inline code on operands; its name becomes the result.
+
+    Operands are memory without transforms, or arrays: a scalar, which is an `Integer` in inline
+    code, [64] rows of an accumulator, [64, columns], or an element for every thread. Of other
+    memory and layouts, an operand is `Typed`. `returns`: the types of the results, of which int32
+    scalars are values in inline code.
+    """
+    typed = [x if isinstance(x, Typed) else Typed(x, _type_of(x)) for x in operands]
+
+    def run(function: Callable[..., Any]) -> Any:
+        @functools.wraps(function)
+        def with_integers(_: Any, *arguments: Any) -> Any:
+            results = function(*map(_unpacked, arguments))
+            return jax.tree.map(_packed, results, is_leaf=_is_array)
+
+        types = tuple(x.type for x in typed)
+        inlined = plgpu.inline_mgpu(arg_types=types, return_type=returns)(with_integers)
+        return inlined(*(x.value for x in typed))
+
+    return run
+
+
+def _type_of(operand: Any) -> Any:
+    if not isinstance(getattr(operand, "aval", None), jax.core.ShapedArray):
+        return plgpu.RefType()
+    if len(operand.shape) == 2:
+        return plgpu.Layout.WGMMA
+    if operand.shape == (WGMMA_M,):
+        return plgpu.Layout.WGMMA.reduce(1)
+    strided = plgpu.Layout.WG_STRIDED(operand.shape, vec_size=1)
+    return strided if operand.shape else plgpu.Layout.WG_SPLAT(())
+
+
+def _is_array(value: Any) -> bool:
+    return isinstance(value, mgpu.FragmentedArray)
+
+
+def _unpacked(argument: Any) -> Any:
+    is_scalar = _is_array(argument) and not argument.shape
+    return Integer(argument.registers.item()) if is_scalar else argument
+
+
+def _packed(result: Any) -> Any:
+    is_array = _is_array(result)
+    return result if is_array else mgpu.FragmentedArray.splat(result, (), is_signed=True)
+
+
+def _operator(operation: Any) -> Callable[[Any, ir.Value | int], Integer]:
+    """Makes a method of `Integer` of an operation on two values of the same type."""
+    return lambda self, other: Integer(operation(self, _constant(other, self.type)))
+
+
+def _comparison(predicate: arith.CmpIPredicate) -> Callable[[Any, ir.Value | int], Integer]:
+    return _operator(functools.partial(arith.cmpi, predicate))
+
+
+class Integer(ir.Value):
+    """An integer of inline code, or a predicate, with Python's operators.
+
+    The other operand is a value of the same type, or an int, which becomes a constant. Quotients,
+    remainders and right shifts are of unsigned integers, comparisons by operators of signed ones.
+    """
+
+    def __init__(self, value: ir.Value) -> None:
+        super().__init__(value)
+
+    __add__ = _operator(arith.addi)
+    __sub__ = _operator(arith.subi)
+    __mul__ = _operator(arith.muli)
+    __floordiv__ = _operator(arith.divui)
+    __mod__ = _operator(arith.remui)
+    __and__ = _operator(arith.andi)
+    __or__ = _operator(arith.ori)
+    __xor__ = _operator(arith.xori)
+    __rshift__ = _operator(arith.shrui)
+    __lt__ = _comparison(arith.CmpIPredicate.slt)
+    __gt__ = _comparison(arith.CmpIPredicate.sgt)
+    __ge__ = _comparison(arith.CmpIPredicate.sge)
+    # Of unsigned integers: <, >, <=.
+    below = _comparison(arith.CmpIPredicate.ult)
+    above = _comparison(arith.CmpIPredicate.ugt)
+    not_above = _comparison(arith.CmpIPredicate.ule)
+    equals = _comparison(arith.CmpIPredicate.eq)
+    differs = _comparison(arith.CmpIPredicate.ne)
+    # The smaller of both, signed, and the larger.
+    at_most = _operator(arith.minsi)
+    at_least = _operator(arith.maxsi)
+
+    def __rsub__(self, other: int) -> Integer:
+        return Integer(arith.subi(_constant(other, self.type), self))
+
+    def select(self, on_true: ir.Value | int, on_false: ir.Value | int) -> Integer:
+        """Selects by a predicate; two ints have 32 bits."""
+        values = [x for x in (on_true, on_false) if not isinstance(x, int)]
+        kind = values[0].type if values else ir.IntegerType.get_signless(32)
+        return Integer(arith.select(self, _constant(on_true, kind), _constant(on_false, kind)))
+
+    def extended(self) -> Integer:
+        """Makes 0 or 1 of 32 bits of a predicate."""
+        return Integer(arith.extui(ir.IntegerType.get_signless(32), self))
+
+
+def _constant(value: ir.Value | int, kind: ir.Type) -> ir.Value:
+    return mgpu.c(value, kind) if isinstance(value, int) else value
+
+
+def i32(value: int) -> Integer:
     """Makes a constant of 32 bits."""
-    return mgpu.c(value, ir.IntegerType.get_signless(32))
+    return Integer(mgpu.c(value, ir.IntegerType.get_signless(32)))
+
+
+def bit(number: int) -> int:
+    """Returns 2**number as a signed integer of 32 bits."""
+    return 1 << number if number < 31 else -(1 << 31)
 
 
 def f32(value: float) -> ir.Value:
@@ -24,9 +151,9 @@ def address(ref: ir.Value, index: ir.Value, bits: int = 32) -> ir.Value:
     return mgpu.utils.getelementptr(mgpu.utils.memref_ptr(ref), [index], element)
 
 
-def word(value: ir.Value) -> ir.Value:
+def word(value: ir.Value) -> Integer:
     """Reinterprets a value of 32 bits as an integer."""
-    return mgpu.utils.bitcast(value, ir.IntegerType.get_signless(32))
+    return Integer(mgpu.utils.bitcast(value, ir.IntegerType.get_signless(32)))
 
 
 def issue(ptx: str, *operands: ir.Value, **options: Any) -> Any:
@@ -34,14 +161,21 @@ def issue(ptx: str, *operands: ir.Value, **options: Any) -> Any:
     return mgpu.utils.inline_ptx(ptx, *operands, has_side_effects=True, **options)
 
 
-def issue_word(ptx: str, *operands: ir.Value, **options: Any) -> ir.Value:
+def issue_word(ptx: str, *operands: ir.Value, **options: Any) -> Integer:
     """Issues PTX like `issue`; returns its result of 32 bits."""
-    return issue(ptx, *operands, result_types=ir.IntegerType.get_signless(32), **options)
+    return Integer(issue(ptx, *operands, result_types=ir.IntegerType.get_signless(32), **options))
 
 
-def compute_word(ptx: str, *operands: ir.Value) -> ir.Value:
+def issue_words(ptx: str, count: int, *operands: ir.Value, **options: Any) -> list[Integer]:
+    """Issues PTX like `issue`; returns its `count` results of 32 bits."""
+    kinds = [ir.IntegerType.get_signless(32)] * count
+    return [Integer(x) for x in issue(ptx, *operands, result_types=kinds, **options)]
+
+
+def compute_word(ptx: str, *operands: ir.Value) -> Integer:
     """Computes 32 bits by PTX that LLVM may move or drop."""
-    return mgpu.utils.inline_ptx(ptx, *operands, result_types=ir.IntegerType.get_signless(32))
+    kind = ir.IntegerType.get_signless(32)
+    return Integer(mgpu.utils.inline_ptx(ptx, *operands, result_types=kind))
 
 
 def load_vector(address: ir.Value, width: int) -> list[ir.Value]:

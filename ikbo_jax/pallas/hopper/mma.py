@@ -5,7 +5,7 @@ zeroed while the tensor core waits. `wgmma` here overwrites the accumulator in t
 tile, and ends the last block early: K = 866 takes 55 instructions instead of 56.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Self
 
 import jax
@@ -78,11 +78,11 @@ def after_wait(acc: Any) -> jax.Array:
             return jnp.concatenate([part[...] for part in acc], axis=1)
         return acc if isinstance(acc, jax.Array) else acc[...]
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA,), return_type=accumulator_type(acc.shape[1]))
-    def pin(_: Any, array: mgpu.FragmentedArray) -> mgpu.FragmentedArray:
+    @inline.code(acc, returns=accumulator_type(acc.shape[1]))
+    def pinned(array: mgpu.FragmentedArray) -> mgpu.FragmentedArray:
         return mgpu.optimization_barrier(array)
 
-    return pin(acc)
+    return pinned
 
 
 def undefined(columns: int) -> jax.Array:
@@ -93,11 +93,11 @@ def undefined(columns: int) -> jax.Array:
     if mosaic.is_interpreted():
         return jnp.full((64, columns), jnp.nan, jnp.float32)
 
-    @plgpu.inline_mgpu(return_type=accumulator_type(columns))
-    def make(_: Any) -> mgpu.FragmentedArray:
+    @inline.code(returns=accumulator_type(columns))
+    def made() -> mgpu.FragmentedArray:
         return _as_array([llvm.mlir_undef(ir.F32Type.get())] * (columns // 2), columns)
 
-    return make()
+    return made
 
 
 def wgmma(
@@ -113,14 +113,12 @@ def wgmma(
         return acc
 
     columns = b_t.shape[0]
-    operand = plgpu.RefType(mosaic.operand_transforms(b_t.dtype))
     accumulator = () if overwrite else (acc,)
 
-    @plgpu.inline_mgpu(
-        arg_types=(operand, operand, *(plgpu.Layout.WGMMA,) * len(accumulator)),
-        return_type=accumulator_type(columns),
+    @inline.code(
+        mosaic.operand(a), mosaic.operand(b_t), *accumulator, returns=accumulator_type(columns)
     )
-    def issue(_: Any, a: ir.Value, b: ir.Value, *acc: mgpu.FragmentedArray) -> Any:
+    def issued(a: ir.Value, b: ir.Value, *acc: mgpu.FragmentedArray) -> Any:
         a_base, b_base = descriptor(a, 8 * mosaic.SWIZZLE * a_is_transposed), descriptor(b)
         a_bytes = mosaic.SWIZZLE if a_is_transposed else 2  # from one k to the next
         with Group(b, columns, *acc) as group:
@@ -130,7 +128,7 @@ def wgmma(
                 group.multiply([a_step], b_step, transposes=f"{int(a_is_transposed)}, 0")
         return group.result
 
-    return issue(a, b_t, *accumulator)
+    return issued
 
 
 def wgmma_blocks(
@@ -159,15 +157,10 @@ def wgmma_blocks(
     row_bytes = 2 * width
     accumulator = () if overwrite else (acc,)
 
-    @plgpu.inline_mgpu(
-        arg_types=(
-            plgpu.RefType((mosaic.row_swizzle(a.shape, a.dtype),)),
-            plgpu.RefType(mosaic.operand_transforms(b_t.dtype)),
-            *(plgpu.Layout.WGMMA,) * len(accumulator),
-        ),
-        return_type=accumulator_type(columns),
-    )
-    def issue(_: Any, a: ir.Value, b: ir.Value, *acc: mgpu.FragmentedArray) -> Any:
+    swizzled = inline.Typed(a, plgpu.RefType((mosaic.row_swizzle(a.shape, a.dtype),)))
+
+    @inline.code(swizzled, mosaic.operand(b_t), *accumulator, returns=accumulator_type(columns))
+    def issued(a: ir.Value, b: ir.Value, *acc: mgpu.FragmentedArray) -> Any:
         # An operand whose rows are contiguous: the stride is from eight of k to the next eight.
         leading = depth * row_bytes if blocks > 1 else 0
         a_base, b_base = descriptor(a, leading, swizzle=row_bytes), descriptor(b)
@@ -179,7 +172,7 @@ def wgmma_blocks(
                 group.multiply([a_step], b_step, transposes="1, 0")
         return group.result
 
-    return issue(a, b_t, *accumulator)
+    return issued
 
 
 def product(q: Any, k: Any, depth: int, *, columns: int | None = None) -> jax.Array:
@@ -200,10 +193,8 @@ def product(q: Any, k: Any, depth: int, *, columns: int | None = None) -> jax.Ar
 
         return pl.run_scoped(multiply, plgpu.ACC((64, columns)))
 
-    operand = plgpu.RefType(mosaic.operand_transforms(k.dtype))
-
-    @plgpu.inline_mgpu(arg_types=(operand, operand), return_type=accumulator_type(columns))
-    def issue(_: Any, q: ir.Value, k: ir.Value) -> mgpu.FragmentedArray:
+    @inline.code(mosaic.operand(q), mosaic.operand(k), returns=accumulator_type(columns))
+    def issued(q: ir.Value, k: ir.Value) -> mgpu.FragmentedArray:
         q_base, k_base = descriptor(q), descriptor(k)
         with Group(k, columns) as group:
             for step in range(pl.cdiv(depth, WGMMA_K)):
@@ -215,7 +206,7 @@ def product(q: Any, k: Any, depth: int, *, columns: int | None = None) -> jax.Ar
                 group.multiply([q_step], k_step, transposes="0, 0")
         return group.result
 
-    return issue(q, k)
+    return issued
 
 
 def add_product(
@@ -259,30 +250,23 @@ def add_product(
             return total
         return total + (acc if is_defined is None else jnp.where(is_defined, acc, 0.0))
 
-    operands: list[tuple[Any, jax.Array]] = [(plgpu.Layout.WGMMA, p)]
-    if acc is not None:
-        operands.append((plgpu.Layout.WGMMA, acc))
+    accumulator = () if acc is None else (acc,)
     if is_defined is not None:
-        operands.append((plgpu.Layout.WG_SPLAT(()), is_defined.astype(jnp.int32)))
-    types, values = zip(*operands, strict=True)
+        accumulator += (is_defined.astype(jnp.int32),)
 
-    @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(mosaic.operand_transforms(v.dtype)), *types),
-        return_type=accumulator_type(columns),
-    )
-    def issue(_: Any, v: ir.Value, p: Any, acc: Any = None, is_defined: Any = None) -> Any:
+    @inline.code(mosaic.operand(v), p, *accumulator, returns=accumulator_type(columns))
+    def issued(v: ir.Value, p: Any, acc: Any = None, is_defined: Any = None) -> Any:
         p = mgpu.optimization_barrier(p)  # no instruction that computes p moves past the fence
         words = [inline.word(pair) for pair in p.registers.flat]
         base = descriptor(v, v_rows * mosaic.SWIZZLE)
-        scale = None if is_defined is None else is_defined.registers.item()
         with Group(v, columns, *([] if acc is None else [acc])) as group:
             for step in range(depth // WGMMA_K):
                 v_step = advance(base, (begin + step * WGMMA_K) * mosaic.SWIZZLE)
                 a = words[4 * step : 4 * step + 4]
-                group.multiply(a, v_step, transposes="1", scale=scale if step == 0 else None)
+                group.multiply(a, v_step, transposes="1", scale=is_defined if step == 0 else None)
         return group.result
 
-    return issue(v, *values)
+    return issued
 
 
 def add_tile_product(total: Any, d_scores: Any, keys: Any, *, is_transposed: bool = False) -> Any:
@@ -298,14 +282,12 @@ def add_tile_product(total: Any, d_scores: Any, keys: Any, *, is_transposed: boo
         return total
     columns = keys.shape[0] * BLOCK_K if total is None else total.shape[1]
     step_bytes = WGMMA_K * mosaic.SWIZZLE
-    operand = plgpu.RefType(mosaic.operand_transforms(keys.dtype))
     accumulator = () if total is None else (total,)
 
-    @plgpu.inline_mgpu(
-        arg_types=(operand, operand, *(plgpu.Layout.WGMMA,) * len(accumulator)),
-        return_type=accumulator_type(columns),
-    )
-    def issue(_: Any, d_scores: ir.Value, keys: ir.Value, *total: Any) -> mgpu.FragmentedArray:
+    operands = map(mosaic.operand, (d_scores, keys))
+
+    @inline.code(*operands, *accumulator, returns=accumulator_type(columns))
+    def issued(d_scores: ir.Value, keys: ir.Value, *total: Any) -> mgpu.FragmentedArray:
         a_base, b_base = descriptor(d_scores), descriptor(keys, WGMMA_M * mosaic.SWIZZLE)
         a_bytes = step_bytes if is_transposed else WGMMA_K * 2
         with Group(keys, columns, *total) as group:
@@ -315,7 +297,7 @@ def add_tile_product(total: Any, d_scores: Any, keys: Any, *, is_transposed: boo
                 group.multiply([a], b, transposes=f"{int(is_transposed)}, 1")
         return group.result
 
-    return issue(d_scores, keys, *accumulator)
+    return issued
 
 
 def accumulator_type(columns: int) -> Any:
@@ -365,7 +347,7 @@ class Group:
         return _as_array(self.registers, self.columns)
 
     def multiply(
-        self, a: list[ir.Value], b: ir.Value, *, transposes: str, scale: ir.Value | None = None
+        self, a: Sequence[ir.Value], b: ir.Value, *, transposes: str, scale: ir.Value | None = None
     ) -> None:
         """Issues one wgmma.mma_async of `a`, a descriptor or four registers.
 

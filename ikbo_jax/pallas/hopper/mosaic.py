@@ -16,9 +16,9 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import fragmented_array
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith
 
 from ikbo_jax.pallas.hopper import inline, warps
+from ikbo_jax.pallas.hopper.inline import Integer
 from ikbo_jax.problems.hopper import BLOCK_K
 
 #: Bytes of a shared memory row under the widest swizzle, which every operand tile here uses.
@@ -82,6 +82,11 @@ def operand_transforms(dtype: Any) -> tuple[Any, Any]:
     tiling: Any = plgpu.TilingTransform
     swizzle: Any = plgpu.SwizzleTransform  # both classes look abstract to type checkers
     return tiling((8, swizzle_columns(dtype))), swizzle(SWIZZLE)
+
+
+def operand(tiles: Any) -> inline.Typed:
+    """Makes an operand of inline code of an `operand_tile`, as WGMMA sees it."""
+    return inline.Typed(tiles, plgpu.RefType(operand_transforms(tiles.dtype)))
 
 
 def operand_tile(shape: tuple[int, ...], dtype: Any) -> Any:
@@ -158,11 +163,7 @@ def synchronise_warp() -> None:
     if is_interpreted():
         return
 
-    @plgpu.inline_mgpu()
-    def synchronise(_: Any) -> None:
-        mgpu.utils.warp_barrier()
-
-    synchronise()
+    inline.code()(mgpu.utils.warp_barrier)
 
 
 def fence_accesses() -> None:
@@ -174,11 +175,7 @@ def fence_accesses() -> None:
         plgpu.commit_smem()
         return
 
-    @plgpu.inline_mgpu()
-    def fence(_: Any) -> None:
-        inline.issue("fence.proxy.async.shared::cta;")
-
-    fence()
+    inline.code()(lambda: inline.issue("fence.proxy.async.shared::cta;"))
 
 
 def copy_words(source: Any, begin: Any, target: Any, at: Any, count: int) -> None:
@@ -190,17 +187,13 @@ def copy_words(source: Any, begin: Any, target: Any, at: Any, count: int) -> Non
             target[place] = source[row, column]
         return
 
-    scalar = plgpu.Layout.WG_SPLAT(())
-
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), scalar, plgpu.RefType(), scalar))
-    def copy(_: Any, source: ir.Value, begin: Any, target: ir.Value, at: Any) -> None:
+    @inline.code(source, begin, target, at)
+    def _(source: ir.Value, begin: Integer, target: ir.Value, at: Integer) -> None:
         lane = warps.lane()
-        is_wanted = arith.cmpi(arith.CmpIPredicate.slt, lane, inline.i32(count))
-        begin, at = (arith.addi(x.registers.item(), lane) for x in (begin, at))
+        is_wanted = lane < count
+        begin, at = begin + lane, at + lane
         warps.store_shared(target, at, warps.load(source, begin, is_wanted), is_wanted)
         mgpu.utils.warp_barrier()
-
-    copy(source, begin, target, at)
 
 
 def opaque(value: Any) -> Any:
@@ -211,12 +204,11 @@ def opaque(value: Any) -> Any:
     if is_interpreted():
         return value
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WG_SPLAT(()),), return_type=_SCALAR)
-    def hide(_: Any, value: mgpu.FragmentedArray) -> mgpu.FragmentedArray:
-        hidden = inline.issue_word("mov.u32 $0, $1;", value.registers.item())
-        return mgpu.FragmentedArray.splat(hidden, (), is_signed=True)
+    @inline.code(value, returns=_SCALAR)
+    def hidden(value: Integer) -> Integer:
+        return inline.issue_word("mov.u32 $0, $1;", value)
 
-    return hide(value)
+    return hidden
 
 
 def warpgroup_index() -> Any:
@@ -227,16 +219,15 @@ def warpgroup_index() -> Any:
     if is_interpreted():
         return lax.axis_index("warpgroup")
 
-    @plgpu.inline_mgpu(return_type=_SCALAR)
-    def read(_: Any) -> mgpu.FragmentedArray:
-        index = inline.issue_word(
+    @inline.code(returns=_SCALAR)
+    def index() -> Integer:
+        return inline.issue_word(
             "{ .reg .u32 thread; mov.u32 thread, %tid.x; shr.u32 thread, thread, 7; "
             "shfl.sync.idx.b32 $0, thread, 0, 31, 0xffffffff; }",
             convergent=True,
         )
-        return mgpu.FragmentedArray.splat(index, (), is_signed=True)
 
-    return read()
+    return index
 
 
 def device_counter() -> Any:
@@ -252,18 +243,17 @@ def next_ticket(counter: Any, i: Any) -> Any:
     if is_interpreted():
         return i
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=_SCALAR)
-    def take(_: Any, counter: ir.Value) -> mgpu.FragmentedArray:
-        ticket = inline.issue_word(
+    @inline.code(counter, returns=_SCALAR)
+    def ticket(counter: ir.Value) -> Integer:
+        return inline.issue_word(
             "{ .reg .pred p; .reg .u32 lane; mov.u32 lane, %laneid; setp.eq.u32 p, lane, 0; "
             "mov.u32 $0, 0; @p atom.relaxed.gpu.global.add.u32 $0, [$1], 1; "
             "shfl.sync.idx.b32 $0, $0, 0, 31, 0xffffffff; }",
             mgpu.utils.memref_ptr(counter),
             convergent=True,
         )
-        return mgpu.FragmentedArray.splat(ticket, (), is_signed=True)
 
-    return take(counter)
+    return ticket
 
 
 def signal(counter: Any) -> None:
@@ -271,12 +261,11 @@ def signal(counter: Any) -> None:
     if is_interpreted():
         return
 
-    @plgpu.inline_mgpu()
-    def fence(_: Any) -> None:
+    @inline.code()
+    def _() -> None:
         inline.issue("fence.acq_rel.gpu;")
         mgpu.utils.warpgroup_barrier()
 
-    fence()
     plgpu.semaphore_signal(counter, memory_scope="gpu")
 
 
@@ -289,7 +278,8 @@ def wait(counter: Any, value: int) -> None:
 def named_barrier(operation: str, barrier_id: Any, num_threads: int) -> None:
     """Arrives at one of the SM's 16 named barriers, and under "sync" waits for `num_threads`.
 
-    Mosaic GPU uses the first four. The interpreter knows the name of the function below.
+    Mosaic GPU uses the first four. The interpreter knows the function below by its name and its
+    closure, which `inline.code` would wrap.
     """
 
     @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WG_SPLAT(()),))

@@ -11,9 +11,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith
 
 from ikbo_jax.pallas.hopper import inline, mma, mosaic, stores
+from ikbo_jax.pallas.hopper.inline import Integer
 from ikbo_jax.problems.hopper import BLOCK_K, WARPGROUP_SIZE, WGMMA_M
 
 
@@ -36,10 +36,8 @@ def stage_rows(tiles: Any, values: jax.Array, *, reads_late: bool = False) -> No
             tiles[i, :, :] = columns
         return
 
-    @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(mosaic.operand_transforms(tiles.dtype)), plgpu.Layout.WGMMA)
-    )
-    def write(_: Any, tiles: ir.Value, values: mgpu.FragmentedArray) -> None:
+    @inline.code(mosaic.operand(tiles), values)
+    def _(tiles: ir.Value, values: mgpu.FragmentedArray) -> None:
         words = [inline.word(pair) for pair in values.registers.flat]
         words += [inline.i32(0)] * (blocks * BLOCK_K // 4 - len(words))
         thread = stores.late_thread_number() if reads_late else stores.thread_number()
@@ -51,8 +49,6 @@ def stage_rows(tiles: Any, values: jax.Array, *, reads_late: bool = False) -> No
                 convergent=True,
             )
 
-    write(tiles, values)
-
 
 def read_rows(tiles: Any) -> jax.Array:
     """Reads an operand tile [64, 64] of 16 bits in an accumulator's layout."""
@@ -60,28 +56,27 @@ def read_rows(tiles: Any) -> jax.Array:
         return tiles[...]
     shape, dtype = (WGMMA_M, BLOCK_K), tiles.dtype
 
-    @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(mosaic.operand_transforms(dtype)),),
-        return_type=plgpu.ShapeDtypeStruct(shape, dtype, layout=plgpu.Layout.WGMMA),
+    @inline.code(
+        mosaic.operand(tiles),
+        returns=plgpu.ShapeDtypeStruct(shape, dtype, layout=plgpu.Layout.WGMMA),
     )
-    def read(_: Any, tiles: ir.Value) -> mgpu.FragmentedArray:
+    def read(tiles: ir.Value) -> mgpu.FragmentedArray:
         return read_matrices(tiles, stores.late_thread_number(), BLOCK_K)
 
-    return read(tiles)
+    return read
 
 
 def read_matrices(
     tiles: ir.Value,
-    thread: ir.Value,
+    thread: Integer,
     columns: int,
-    place: Callable[[ir.Value], ir.Value] | None = None,
+    place: Callable[[Integer], ir.Value] | None = None,
 ) -> mgpu.FragmentedArray:
     """Reads [64, columns] of operand tiles of 16 bits in inline code: row place(r) as row r."""
-    i32 = ir.IntegerType.get_signless(32)
     pair, words = ir.VectorType.get((2,), ir.MemRefType(tiles.type).element_type), []
     for address in _matrices(tiles, thread, columns // 16, place):
         ptx = "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {$0, $1, $2, $3}, [$4];"
-        words += inline.issue(ptx, address, result_types=[i32] * 4, convergent=True)
+        words += inline.issue_words(ptx, 4, address, convergent=True)
     registers = np.array([mgpu.utils.bitcast(word, pair) for word in words], dtype=object)
     shape = mgpu.WGMMA_LAYOUT.registers_shape((WGMMA_M, columns))
     return inline.accumulator(registers.reshape(shape))
@@ -89,9 +84,9 @@ def read_matrices(
 
 def _matrices(
     tiles: ir.Value,
-    thread: ir.Value,
+    thread: Integer,
     count: int,
-    place: Callable[[ir.Value], ir.Value] | None = None,
+    place: Callable[[Integer], ir.Value] | None = None,
 ) -> Iterator[ir.Value]:
     """Yields the thread's address for stmatrix or ldmatrix of every 16 columns of operand tiles.
 
@@ -100,21 +95,16 @@ def _matrices(
     """
     byte = ir.IntegerType.get_signless(8)
     row_of_8, lower, right, warp = stores.digits(thread, (8, 2, 2, 4))
-    row = arith.addi(arith.muli(warp, inline.i32(16)), row_of_8)
-    row = arith.addi(row, arith.muli(lower, inline.i32(8)))
-    height = WGMMA_M
+    row, height = warp * 16 + row_of_8 + lower * 8, WGMMA_M
     if place is not None:
-        row, height = place(row), ir.MemRefType(tiles.type).shape[-4] * 8
-        row_of_8 = arith.remui(row, inline.i32(8))
-    row_offset = arith.muli(row, inline.i32(mosaic.SWIZZLE))
+        row, height = Integer(place(row)), ir.MemRefType(tiles.type).shape[-4] * 8
+        row_of_8 = row % 8
+    row_offset = row * mosaic.SWIZZLE
     base = mgpu.utils.memref_ptr(tiles)
     for step in range(count):
         block, within = divmod(step, BLOCK_K // 16)
-        vector_of_row = arith.addi(right, inline.i32(2 * within))
-        offset = arith.addi(
-            arith.addi(row_offset, inline.i32(block * height * mosaic.SWIZZLE)),
-            arith.muli(arith.xori(vector_of_row, row_of_8), inline.i32(16)),
-        )
+        vector_of_row = right + 2 * within
+        offset = row_offset + block * height * mosaic.SWIZZLE + (vector_of_row ^ row_of_8) * 16
         yield mgpu.utils.getelementptr(base, [offset], byte)
 
 
@@ -130,10 +120,8 @@ def zero_rows(tiles: Any, begin: Any) -> None:
 
         return
 
-    @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(mosaic.operand_transforms(tiles.dtype)), plgpu.Layout.WG_SPLAT(()))
-    )
-    def write(_: Any, tiles: ir.Value, begin: mgpu.FragmentedArray) -> None:
+    @inline.code(mosaic.operand(tiles), begin)
+    def _(tiles: ir.Value, begin: Integer) -> None:
         # A row is 128 contiguous bytes; swizzling permutes it only within them.
         byte = ir.IntegerType.get_signless(8)
         base = mgpu.utils.memref_ptr(tiles)
@@ -141,17 +129,15 @@ def zero_rows(tiles: Any, begin: Any) -> None:
         vectors = mosaic.SWIZZLE // 16
         zero = inline.i32(0)
         for i in range(blocks * rows * vectors // WARPGROUP_SIZE):
-            vector_index = arith.addi(thread, inline.i32(i * WARPGROUP_SIZE))
-            row = arith.remui(arith.divui(vector_index, inline.i32(vectors)), inline.i32(rows))
-            offset = arith.muli(vector_index, inline.i32(16))
+            vector_index = thread + i * WARPGROUP_SIZE
+            row = vector_index // vectors % rows
+            offset = vector_index * 16
             inline.issue(
                 "st.shared.v4.b32 [$0], {$1, $1, $1, $1};",
                 mgpu.utils.getelementptr(base, [offset], byte),
                 zero,
-                predicate=arith.cmpi(arith.CmpIPredicate.sge, row, begin.registers.item()),
+                predicate=row >= begin,
             )
-
-    write(tiles, begin)
 
 
 def zero_tiles(tiles: Any) -> None:

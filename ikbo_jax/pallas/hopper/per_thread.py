@@ -21,6 +21,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, vector
 
 from ikbo_jax.pallas.hopper import inline, mosaic
+from ikbo_jax.pallas.hopper.inline import Integer
 from ikbo_jax.pallas.hopper.warps import ballot
 from ikbo_jax.problems.hopper import WARPGROUP_SIZE
 
@@ -56,9 +57,9 @@ def select(condition: jax.Array, on_true: int, on_false: Any) -> jax.Array:
     return jnp.where(condition, same(on_true), on_false)
 
 
-def scalar(array: mgpu.FragmentedArray) -> ir.Value:
-    """Extracts a thread's value, in inline code."""
-    return vector.extract(array.registers.item(), [], [0])
+def scalar(array: mgpu.FragmentedArray) -> Integer:
+    """Extracts a thread's value, in inline code; of an f32, use it as an `ir.Value`."""
+    return Integer(vector.extract(array.registers.item(), [], [0]))
 
 
 def array(value: ir.Value, like: mgpu.FragmentedArray) -> mgpu.FragmentedArray:
@@ -69,18 +70,17 @@ def array(value: ir.Value, like: mgpu.FragmentedArray) -> mgpu.FragmentedArray:
     return mgpu.FragmentedArray(_registers=registers, _layout=like.layout, _is_signed=is_signed)
 
 
-def load_words(address: ir.Value, count: int, *, is_early: bool = False) -> list[ir.Value]:
+def load_words(address: ir.Value, count: int, *, is_early: bool = False) -> list[Integer]:
     """Loads words of 32 bits of constant device memory; `is_early`: LLVM does not delay them."""
-    i32 = ir.IntegerType.get_signless(32)
     names = ", ".join(f"${i}" for i in range(count))
     kind, names = ("b32", names) if count == 1 else (f"v{count}.b32", f"{{{names}}}")
     found = mgpu.utils.inline_ptx(
         f"ld.global.nc.{kind} {names}, [${count}];",
         address,
-        result_types=[i32] * count,
+        result_types=[ir.IntegerType.get_signless(32)] * count,
         has_side_effects=is_early,
     )
-    return list(found)
+    return [Integer(x) for x in found]
 
 
 def store_words(
@@ -111,36 +111,30 @@ def gather(ref: Any, index: jax.Array, space: str) -> jax.Array:
         return jnp.take(ref[...], index, mode="clip")
     is_float = ref.dtype == jnp.float32
 
-    @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(), LAYOUT), return_type=FLOAT32 if is_float else INT32
-    )
-    def load(_: Any, ref: ir.Value, index: mgpu.FragmentedArray) -> mgpu.FragmentedArray:
+    @inline.code(ref, index, returns=FLOAT32 if is_float else INT32)
+    def loaded(ref: ir.Value, index: mgpu.FragmentedArray) -> mgpu.FragmentedArray:
         element = ir.F32Type.get() if is_float else ir.IntegerType.get_signless(32)
         address = mgpu.utils.getelementptr(mgpu.utils.memref_ptr(ref), [scalar(index)], element)
-        value = mgpu.utils.inline_ptx(
-            f"ld.{space}.b32 $0, [$1];", address, result_types=element, has_side_effects=True
-        )
+        value = inline.issue(f"ld.{space}.b32 $0, [$1];", address, result_types=element)
         return array(value, index)
 
-    return load(ref, index)
+    return loaded
 
 
 def gather_vectors(ref: Any, index: jax.Array, space: str) -> tuple[jax.Array, ...]:
     """Gathers ref[4 * index : 4 * index + 4] of int32 "shared", or "global" that is constant."""
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), LAYOUT), return_type=(INT32,) * VECTOR)
-    def load(_: Any, ref: ir.Value, index: mgpu.FragmentedArray) -> Any:
-        i32 = ir.IntegerType.get_signless(32)
-        first = arith.muli(scalar(index), inline.i32(VECTOR))
-        address = inline.address(ref, first)
+    @inline.code(ref, index, returns=(INT32,) * VECTOR)
+    def loaded(ref: ir.Value, index: mgpu.FragmentedArray) -> Any:
+        address = inline.address(ref, scalar(index) * VECTOR)
         if space == "global":
             words = load_words(address, VECTOR, is_early=True)
         else:
             ptx = "ld.shared.v4.b32 {$0, $1, $2, $3}, [$4];"
-            words = list(inline.issue(ptx, address, result_types=[i32] * VECTOR))
+            words = inline.issue_words(ptx, VECTOR, address)
         return tuple(array(x, index) for x in words)
 
-    return load(ref, index)
+    return loaded
 
 
 def any_of_warp(values: jax.Array, *, layout: Any = LAYOUT) -> jax.Array:
@@ -150,19 +144,17 @@ def any_of_warp(values: jax.Array, *, layout: Any = LAYOUT) -> jax.Array:
     """
     if mosaic.is_interpreted():
         return jnp.any(values)
-    scalar_layout = plgpu.Layout.WG_SPLAT(())
 
-    @plgpu.inline_mgpu(
-        arg_types=(layout,), return_type=plgpu.ShapeDtypeStruct((), jnp.int32, layout=scalar_layout)
+    @inline.code(
+        inline.Typed(values.astype(jnp.int32), layout),
+        returns=plgpu.ShapeDtypeStruct((), jnp.int32, layout=plgpu.Layout.WG_SPLAT(())),
     )
-    def vote(_: Any, values: mgpu.FragmentedArray) -> mgpu.FragmentedArray:
-        zero = mgpu.c(0, ir.IntegerType.get_signless(32))
+    def votes(values: mgpu.FragmentedArray) -> Integer:
+        zero = inline.i32(0)
         own = (vector.extract(x, [], [0]) for x in values.registers.flat)
-        found = functools.reduce(arith.ori, own)
-        bits = ballot(arith.cmpi(arith.CmpIPredicate.ne, found, zero))
-        return mgpu.FragmentedArray.splat(bits, (), is_signed=True)
+        return ballot(Integer(functools.reduce(arith.ori, own)).differs(zero))
 
-    return vote(values.astype(jnp.int32)) != 0
+    return votes != 0
 
 
 def scatter(
@@ -189,13 +181,11 @@ def add_one(ref: Any, index: jax.Array) -> None:
     Threads may collide. Without a predicate, which would be a branch for each addition.
     """
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), LAYOUT))
-    def issue(_: Any, ref: ir.Value, index: mgpu.FragmentedArray) -> None:
+    @inline.code(ref, index)
+    def _(ref: ir.Value, index: mgpu.FragmentedArray) -> None:
         i32 = ir.IntegerType.get_signless(32)
         address = mgpu.utils.getelementptr(mgpu.utils.memref_ptr(ref), [scalar(index)], i32)
         inline.issue("red.shared.add.u32 [$0], 1;", address)
-
-    issue(ref, index)
 
 
 def _one_by_one(
@@ -215,17 +205,15 @@ def _each(
 ) -> None:
     """Issues an instruction with the address of ref[index] ($0) and the value ($1), if wanted."""
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), LAYOUT, LAYOUT, LAYOUT))
-    def issue(_: Any, ref: ir.Value, *arrays: mgpu.FragmentedArray) -> None:
+    @inline.code(ref, index, values, is_wanted.astype(jnp.int32))
+    def _(ref: ir.Value, *arrays: mgpu.FragmentedArray) -> None:
         index, value, wanted = map(scalar, arrays)
         inline.issue(
             instruction,
             inline.address(ref, index),
             value,
-            predicate=arith.cmpi(arith.CmpIPredicate.ne, wanted, inline.i32(0)),
+            predicate=wanted.differs(0),
         )
-
-    issue(ref, index, values, is_wanted.astype(jnp.int32))
 
 
 def divided(values: jax.Array, size: int) -> tuple[jax.Array, jax.Array]:
@@ -387,20 +375,20 @@ def _keep_totals(totals: Sequence[jax.Array], scratch: Any, at: int, threads: Th
 def _scan_warp(values: jax.Array, neutral: int) -> tuple[jax.Array, jax.Array]:
     """Adds values of lower lanes, and of all lanes; the largest, if `neutral` is not 0."""
 
-    @plgpu.inline_mgpu(arg_types=(LAYOUT, LAYOUT), return_type=(INT32, INT32))
-    def add_up(
-        _: Any, values: mgpu.FragmentedArray, thread: mgpu.FragmentedArray
+    @inline.code(values, number(), returns=(INT32, INT32))
+    def totals(
+        values: mgpu.FragmentedArray, thread: mgpu.FragmentedArray
     ) -> tuple[mgpu.FragmentedArray, mgpu.FragmentedArray]:
         combine = arith.maxsi if neutral else arith.addi
         zero, nothing = inline.i32(0), inline.i32(neutral)
-        before, total = nothing, scalar(values)
+        before: ir.Value = nothing
+        total: ir.Value = scalar(values)
         for step in range(LANES.bit_length() - 1):
             # `total` is of 2^step lanes; the other half of their group has the rest.
             other = mgpu.utils.shfl_bfly(total, 1 << step)
-            bit = arith.andi(scalar(thread), inline.i32(1 << step))
-            is_upper = arith.cmpi(arith.CmpIPredicate.ne, bit, zero)
-            before = combine(before, arith.select(is_upper, other, nothing))
+            is_upper = (scalar(thread) & (1 << step)).differs(zero)
+            before = combine(before, is_upper.select(other, nothing))
             total = combine(total, other)
         return array(before, values), array(total, values)
 
-    return add_up(values, number())
+    return totals

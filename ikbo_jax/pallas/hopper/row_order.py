@@ -10,9 +10,9 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith
 
 from ikbo_jax.pallas.hopper import inline, per_thread
+from ikbo_jax.pallas.hopper.inline import Integer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,18 +42,16 @@ class RowOrder:
         query = candidate * self.q_len + lax.div(rest, group)
         return query + (row - in_part), head * self.group + lax.rem(rest, group)
 
-    def place(self, row: ir.Value, head: ir.Value, *tables: ir.Value) -> tuple[ir.Value, ir.Value]:
+    def place(self, row: Integer, head: Integer, *tables: ir.Value) -> tuple[Integer, Integer]:
         """Computes `read` in inline code; rows past the end count as rows of the last candidate."""
         per_candidate, group = (inline.i32(x) for x in (self.q_len * self.group, self.group))
-        in_part = row if self.rows is None else arith.remui(row, inline.i32(self.rows))
-        candidate, rest = (x(in_part, per_candidate) for x in (arith.divui, arith.remui))
+        in_part = row if self.rows is None else row % self.rows
+        candidate, rest = in_part // per_candidate, in_part % per_candidate
         for table in tables:
             last = ir.MemRefType(table.type).shape[0] - 1
-            number = arith.minsi(candidate, inline.i32(last))
-            address = inline.address(table, number)
+            address = inline.address(table, candidate.at_most(last))
             (candidate,) = per_thread.load_words(address, 1)
-        query = arith.muli(candidate, inline.i32(self.q_len))
-        query = arith.addi(query, arith.divui(rest, group))
+        query = candidate * self.q_len + rest // group
         if self.rows is not None:
-            query = arith.addi(query, arith.subi(row, in_part))
-        return query, arith.addi(arith.muli(head, group), arith.remui(rest, group))
+            query = query + (row - in_part)
+        return query, head * group + rest % group

@@ -7,12 +7,11 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
-from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 
-from ikbo_jax.pallas.hopper import mosaic, per_thread, stores
-from ikbo_jax.pallas.hopper.per_thread import FLOAT32, INT32, LAYOUT
+from ikbo_jax.pallas.hopper import inline, mosaic, per_thread, stores
+from ikbo_jax.pallas.hopper.per_thread import FLOAT32, INT32
 from ikbo_jax.problems.hopper import WARPGROUP_SIZE
 
 #: A thread's words; under interpretation, its numbers in f32.
@@ -39,18 +38,18 @@ class Rows(NamedTuple):
         if mosaic.is_interpreted():
             return [self._interpreted(*place) for place in places]
 
-        @plgpu.inline_mgpu(
-            arg_types=(plgpu.RefType(), *(LAYOUT,) * (2 * len(places))),
-            return_type=(INT32,) * (self.words * len(places)),
+        @inline.code(
+            self.ref,
+            *(x for place in places for x in place),
+            returns=(INT32,) * (self.words * len(places)),
         )
-        def issue(_: Any, ref: ir.Value, *arrays: mgpu.FragmentedArray) -> Any:
+        def loaded(ref: ir.Value, *arrays: mgpu.FragmentedArray) -> Any:
             found = []
             for row, vector in zip(arrays[::2], arrays[1::2], strict=True):
                 address = self._address(ref, row, vector)
                 found += per_thread.load_words(address, self.words, is_early=True)
             return tuple(per_thread.array(x, arrays[0]) for x in found)
 
-        loaded = issue(self.ref, *(x for place in places for x in place))
         return [loaded[i : i + self.words] for i in range(0, len(loaded), self.words)]
 
     def floats(self, words: Words) -> tuple[jax.Array, ...]:
@@ -58,12 +57,12 @@ class Rows(NamedTuple):
         if mosaic.is_interpreted():
             return words
 
-        @plgpu.inline_mgpu(arg_types=(LAYOUT,) * self.words, return_type=(FLOAT32,) * self.numbers)
-        def convert(_: Any, *words: mgpu.FragmentedArray) -> Any:
+        @inline.code(*words, returns=(FLOAT32,) * self.numbers)
+        def converted(*words: mgpu.FragmentedArray) -> Any:
             numbers = [y for x in words for y in unpacked(per_thread.scalar(x), self.dtype)]
             return tuple(per_thread.array(x, words[0]) for x in numbers)
 
-        return convert(*words)
+        return converted
 
     def store(
         self,
@@ -87,26 +86,23 @@ class Rows(NamedTuple):
 
             return
 
-        @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), *(LAYOUT,) * (3 + self.words)))
-        def issue(_: Any, ref: ir.Value, *arrays: mgpu.FragmentedArray) -> None:
+        @inline.code(self.ref, row, vector, is_wanted.astype(jnp.int32), *words)
+        def _(ref: ir.Value, *arrays: mgpu.FragmentedArray) -> None:
             row, vector, wanted, *words = arrays
             address = self._address(ref, row, vector)
-            values = list(map(per_thread.scalar, words))
-            zero = mgpu.c(0, ir.IntegerType.get_signless(32))
-            wanted = arith.cmpi(arith.CmpIPredicate.ne, per_thread.scalar(wanted), zero)
+            values, zero = list(map(per_thread.scalar, words)), inline.i32(0)
+            is_wanted = per_thread.scalar(wanted).differs(zero)
             for i in range(0, self.words, per_thread.VECTOR):
                 part = values[i : i + per_thread.VECTOR]
-                per_thread.store_words(address, part, wanted, 4 * i, streams=streams)
-
-        issue(self.ref, row, vector, is_wanted.astype(jnp.int32), *words)
+                per_thread.store_words(address, part, is_wanted, 4 * i, streams=streams)
 
     def rounded(self, numbers: Sequence[jax.Array]) -> Words:
         """Rounds f32 numbers of a vector; returns its words."""
         if mosaic.is_interpreted():
             return tuple(numbers)
 
-        @plgpu.inline_mgpu(arg_types=(LAYOUT,) * self.numbers, return_type=(INT32,) * self.words)
-        def convert(_: Any, *numbers: mgpu.FragmentedArray) -> Any:
+        @inline.code(*numbers, returns=(INT32,) * self.words)
+        def converted(*numbers: mgpu.FragmentedArray) -> Any:
             of_word = self.numbers // self.words
             values = list(map(per_thread.scalar, numbers))
             return tuple(
@@ -114,7 +110,7 @@ class Rows(NamedTuple):
                 for i in range(0, self.numbers, of_word)
             )
 
-        return convert(*numbers)
+        return converted
 
     def _interpreted(self, row: jax.Array, vector: jax.Array) -> Words:
         # In f32: jnp.take asks NumPy for the dtype's limits, and NumPy has none of bf16.
@@ -132,12 +128,12 @@ class Rows(NamedTuple):
 
 def unpacked(word: ir.Value, dtype: Any) -> list[ir.Value]:
     """Unpacks a word into f32 numbers, the lower half first."""
-    i32, f32 = ir.IntegerType.get_signless(32), ir.F32Type.get()
+    f32 = ir.F32Type.get()
     if dtype == jnp.float32:
         return [llvm.bitcast(f32, word)]
     if dtype == jnp.bfloat16:
-        low = arith.shli(word, mgpu.c(16, i32))
-        high = arith.andi(word, mgpu.c(-65536, i32))
+        low = arith.shli(word, inline.i32(16))
+        high = arith.andi(word, inline.i32(-65536))
         return [llvm.bitcast(f32, low), llvm.bitcast(f32, high)]
     return list(
         mgpu.utils.inline_ptx(

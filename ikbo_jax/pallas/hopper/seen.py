@@ -10,11 +10,11 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
-from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, vector
 
 from ikbo_jax.pallas.hopper import inline, mma, mosaic, per_thread, stores
+from ikbo_jax.pallas.hopper.inline import Integer
 from ikbo_jax.problems.hopper import WGMMA_M
 
 #: Parts of `ends`: the range of keys that a query sees, and the gap in it.
@@ -49,21 +49,16 @@ def restrict(
         inside = (keys >= begin) & (keys < end)
         inside = inside if queries_are_rows else inside.T
         return bits & (inside if part == RANGE else ~inside)
-    scalar = plgpu.Layout.WG_SPLAT(())
     before = part * ends.shape[1]
 
-    @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(), per_thread.LAYOUT, scalar, scalar), return_type=per_thread.INT32
-    )
-    def compute(_: Any, ends: ir.Value, bits: Any, *scalars: Any) -> mgpu.FragmentedArray:
-        query, key = (x.registers.item() for x in scalars)
+    @inline.code(ends, bits, query, key, returns=per_thread.INT32)
+    def computed(ends: ir.Value, bits: Any, query: Integer, key: Integer) -> mgpu.FragmentedArray:
         thread = stores.late_thread_number()
         row, i32 = stores.thread_row(thread, 0), ir.IntegerType.get_signless(32)
-        column = arith.muli(arith.remui(thread, inline.i32(4)), inline.i32(2))
-        query = arith.addi(query, row if queries_are_rows else column)
-        key = arith.addi(key, column if queries_are_rows else row)
-        query = arith.addi(query, inline.i32(before))
-        address = stores.device_address(ends, [(query, 2)], 4)
+        column = thread % 4 * 2
+        query = query + (row if queries_are_rows else column)
+        key = key + (column if queries_are_rows else row)
+        address = stores.device_address(ends, [(query + before, 2)], 4)
         steps = [
             (8 * half, 8 * i + j) for i in range(columns // 8) for half in (0, 1) for j in (0, 1)
         ]
@@ -74,15 +69,14 @@ def restrict(
             if query_step not in found:
                 at = mgpu.utils.getelementptr(address, [inline.i32(2 * query_step)], i32)
                 begin, end = per_thread.load_words(at, 2)
-                found[query_step] = begin, arith.subi(end, begin)
+                found[query_step] = begin, end - begin
             begin, length = found[query_step]
-            distance = arith.subi(arith.addi(key, inline.i32(key_step)), begin)
-            inside = arith.cmpi(arith.CmpIPredicate.ult, distance, length)
-            kept = (_power(bit), 0) if part == RANGE else (0, _power(bit))
-            word = arith.ori(word, arith.select(inside, *(inline.i32(x) for x in kept)))
-        return per_thread.array(arith.andi(per_thread.scalar(bits), word), bits)
+            inside = (key + key_step - begin).below(length)
+            kept = (inline.bit(bit), 0) if part == RANGE else (0, inline.bit(bit))
+            word = word | inside.select(*kept)
+        return per_thread.array(per_thread.scalar(bits) & word, bits)
 
-    return compute(ends, bits, query, key)
+    return computed
 
 
 def keep(
@@ -95,30 +89,21 @@ def keep(
         return tuple(jnp.where(kept, x, jnp.float32(y)) for x, y in zip(values, fills, strict=True))
     accumulator = mma.accumulator_type(columns)
 
-    @plgpu.inline_mgpu(
-        arg_types=(per_thread.LAYOUT, *(plgpu.Layout.WGMMA,) * len(values)),
-        return_type=(accumulator,) * len(values),
-    )
-    def select(_: Any, bits: Any, *arrays: mgpu.FragmentedArray) -> Any:
+    @inline.code(bits, *values, returns=(accumulator,) * len(values))
+    def selected(bits: Any, *arrays: mgpu.FragmentedArray) -> Any:
         word, found = per_thread.scalar(bits), [x.registers.copy() for x in arrays]
         for i in range(found[0].size):
             pairs = [list(_elements(x.flat[i])) for x in found]
             for j in range(2):
-                bit = arith.andi(word, inline.i32(_power(begin // 2 + 2 * i + j)))
-                is_seen = arith.cmpi(arith.CmpIPredicate.ne, bit, inline.i32(0))
+                is_seen = (word & inline.bit(begin // 2 + 2 * i + j)).differs(0)
                 for pair, fill in zip(pairs, fills, strict=True):
                     pair[j] = arith.select(is_seen, pair[j], inline.f32(fill))
             for x, pair in zip(found, pairs, strict=True):
                 x.flat[i] = vector.from_elements(x.flat[i].type, pair)
         return tuple(inline.accumulator(x) for x in found)
 
-    return tuple(select(bits, *values))
+    return tuple(selected)
 
 
 def _elements(pair: ir.Value) -> tuple[ir.Value, ir.Value]:
     return vector.extract(pair, [], [0]), vector.extract(pair, [], [1])
-
-
-def _power(bit: int) -> int:
-    """Returns 2**bit as a signed integer of 32 bits."""
-    return 1 << bit if bit < 31 else -(1 << 31)

@@ -19,6 +19,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, vector
 
 from ikbo_jax.pallas.hopper import inline, mosaic, warps
+from ikbo_jax.pallas.hopper.inline import Integer
 from ikbo_jax.pallas.hopper.row_order import RowOrder
 from ikbo_jax.problems.hopper import WARPGROUP_SIZE, WGMMA_M
 
@@ -28,7 +29,7 @@ ROW_THREADS = 4
 ROW_LAYOUT = plgpu.Layout.WGMMA.reduce(1)
 
 
-def thread_number() -> ir.Value:
+def thread_number() -> Integer:
     """Reads the thread's number in its warpgroup by a shuffle, which ptxas does not move."""
     return inline.issue_word(
         "{ .reg .u32 lane; mov.u32 lane, %laneid; mov.u32 $0, %tid.x; and.b32 $0, $0, 127; "
@@ -65,80 +66,61 @@ def store_staged_rows(
                 output[*place, pl.ds(i * columns, part)] = tiles[i, r, :part]
 
         return
-    scalar = plgpu.Layout.WG_SPLAT(())
     vectors = mosaic.SWIZZLE // 16  # of a row of a block
     per_step = WARPGROUP_SIZE // vectors  # rows
     tables = () if order is None else order.tables
 
-    @plgpu.inline_mgpu(
-        arg_types=(
-            plgpu.RefType(),
-            plgpu.RefType(mosaic.operand_transforms(tiles.dtype)),
-            *(plgpu.RefType(),) * len(tables),
-            *(scalar,) * 5,
-        )
-    )
-    def write(_: Any, output: ir.Value, tiles: ir.Value, *arguments: Any) -> None:
-        table, scalars = arguments[: len(tables)], arguments[len(tables) :]
-        step, first_row, head, begin, end = (s.registers.item() for s in scalars)
-        thread = thread_number()
-        vector_of_row = arith.remui(thread, inline.i32(vectors))
-        row = arith.addi(
-            arith.muli(step, inline.i32(per_step)), arith.divui(thread, inline.i32(vectors))
-        )
-        swizzled = arith.xori(vector_of_row, arith.remui(row, inline.i32(vectors)))
-        offset = arith.addi(
-            arith.muli(row, inline.i32(mosaic.SWIZZLE)), arith.muli(swizzled, inline.i32(16))
-        )
-        column = arith.muli(vector_of_row, inline.i32(columns // vectors))
-        place = arith.addi(first_row, row), head
-        if order is not None:
-            place = order.place(*place, *table)
-        terms = [(place[0], heads * width), (place[1], width), (column, 1)]
-        address = device_address(output, terms, 2)
-        source = inline.address(tiles, offset, 8)
-        is_row = within(row, begin, end)
-        for block in range(blocks):
-            left = inline.i32(width - block * columns)
-            mgpu.utils.inline_ptx(
-                "{ .reg .b32 a, b, c, d; "
-                f"@$2 ld.shared.v4.b32 {{a, b, c, d}}, [$1 + {block * height * mosaic.SWIZZLE}]; "
-                f"@$2 st.global.v4.b32 [$0 + {block * columns * 2}], {{a, b, c, d}}; }}",
-                address,
-                source,
-                arith.andi(is_row, arith.cmpi(arith.CmpIPredicate.slt, column, left)),
-                has_side_effects=True,
-            )
-
     @pl.loop(jnp.int32(0), pl.cdiv(end, per_step))
-    def write_step(step: Any) -> None:
-        write(output, tiles, *tables, step, first_row, head, begin, end)
+    def copy(step: Any) -> None:
+        @inline.code(output, mosaic.operand(tiles), *(step, first_row, head, begin, end), *tables)
+        def _(output: Any, tiles: Any, step: Integer, *rest: Any) -> None:
+            first_row, head, begin, end, *table = rest
+            thread = thread_number()
+            vector_of_row = thread % vectors
+            row = step * per_step + thread // vectors
+            swizzled = vector_of_row ^ row % vectors
+            offset = row * mosaic.SWIZZLE + swizzled * 16
+            column = vector_of_row * (columns // vectors)
+            place = first_row + row, head
+            if order is not None:
+                place = order.place(*place, *table)
+            terms = [(place[0], heads * width), (place[1], width), (column, 1)]
+            address = device_address(output, terms, 2)
+            source = inline.address(tiles, offset, 8)
+            is_row = within(row, begin, end)
+            for block in range(blocks):
+                source_offset = block * height * mosaic.SWIZZLE
+                inline.issue(
+                    "{ .reg .b32 a, b, c, d; "
+                    f"@$2 ld.shared.v4.b32 {{a, b, c, d}}, [$1 + {source_offset}]; "
+                    f"@$2 st.global.v4.b32 [$0 + {block * columns * 2}], {{a, b, c, d}}; }}",
+                    address,
+                    source,
+                    is_row & (column < width - block * columns),
+                )
 
 
-def late_thread_number() -> ir.Value:
+def late_thread_number() -> Integer:
     """Reads the thread's number in its warpgroup at each use, so that no register keeps it."""
-    thread = inline.issue_word("mov.u32 $0, %tid.x;")
-    return arith.remui(thread, inline.i32(WARPGROUP_SIZE))
+    return inline.issue_word("mov.u32 $0, %tid.x;") % WARPGROUP_SIZE
 
 
-def digits(thread: ir.Value, counts: tuple[int, ...]) -> list[ir.Value]:
+def digits(thread: Integer, counts: tuple[int, ...]) -> list[Integer]:
     """Divides a thread's number into digits, the fastest first."""
     digits = []
     for count in counts:
-        digits.append(arith.remui(thread, inline.i32(count)))
-        thread = arith.divui(thread, inline.i32(count))
+        digits.append(thread % count)
+        thread = thread // count
     return digits
 
 
-def thread_row(thread: ir.Value, half: int) -> ir.Value:
+def thread_row(thread: Integer, half: int) -> Integer:
     """Computes the row of a thread's registers in an accumulator; `half` is 0 or 1."""
-    warp = arith.divui(thread, inline.i32(32))
-    lane = arith.divui(arith.remui(thread, inline.i32(32)), inline.i32(4))
-    row = arith.addi(arith.muli(warp, inline.i32(16)), lane)
-    return arith.addi(row, inline.i32(8 * half))
+    warp, lane = thread // 32, thread % 32 // 4
+    return warp * 16 + lane + 8 * half
 
 
-def row_array(numbers: list[ir.Value]) -> mgpu.FragmentedArray:
+def row_array(numbers: Sequence[ir.Value]) -> mgpu.FragmentedArray:
     """Makes an array [64] in `ROW_LAYOUT` of the numbers of a thread's two rows."""
     layout, kind = ROW_LAYOUT.to_mgpu(), numbers[0].type
     single = ir.VectorType.get((1,), kind)
@@ -150,21 +132,18 @@ def row_array(numbers: list[ir.Value]) -> mgpu.FragmentedArray:
     )
 
 
-def within(row: ir.Value, begin: ir.Value, end: ir.Value) -> ir.Value:
+def within(row: Integer, begin: ir.Value, end: ir.Value) -> Integer:
     """Tests begin ≤ row < end."""
-    i = arith.CmpIPredicate
-    return arith.andi(arith.cmpi(i.sge, row, begin), arith.cmpi(i.slt, row, end))
+    return (row >= begin) & (row < end)
 
 
-def device_address(ref: ir.Value, terms: list[tuple[ir.Value, int]], size: int) -> ir.Value:
+def device_address(ref: ir.Value, terms: Sequence[tuple[ir.Value, int]], size: int) -> ir.Value:
     """Computes the 64-bit address of element sum(value * stride), of `size` bytes."""
     i64 = ir.IntegerType.get_signless(64)
-    offset = mgpu.c(0, i64)
+    offset = Integer(mgpu.c(0, i64))
     for value, stride in terms:
-        wide = arith.extsi(i64, value)
-        offset = arith.addi(offset, arith.muli(wide, mgpu.c(stride, i64)))
-    offset = arith.muli(offset, mgpu.c(size, i64))
-    return inline.address(ref, offset, 8)
+        offset = offset + Integer(arith.extsi(i64, value)) * stride
+    return inline.address(ref, offset * size, 8)
 
 
 class HeldRows:
@@ -175,9 +154,9 @@ class HeldRows:
     stored as they are held, they would take 0.5 to 2.5 us for a tile of 64 rows of 128 columns.
     """
 
-    def __init__(self, values: mgpu.FragmentedArray, thread: ir.Value, *, is_f32: bool) -> None:
-        self._of_row = arith.remui(thread, inline.i32(ROW_THREADS))
-        column = arith.muli(self._of_row, inline.i32(2))
+    def __init__(self, values: mgpu.FragmentedArray, thread: Integer, *, is_f32: bool) -> None:
+        self._of_row = thread % ROW_THREADS
+        column = self._of_row * 2
         self._size = 4 if is_f32 else 2
         if len(values.shape) == 2:
             self._bits = 64 if is_f32 else 32
@@ -192,7 +171,7 @@ class HeldRows:
         self,
         output: ir.Value,
         half: int,
-        row: list[tuple[ir.Value, int]],
+        row: Sequence[tuple[ir.Value, int]],
         predicate: ir.Value,
         *,
         begin: int = 0,
@@ -204,8 +183,7 @@ class HeldRows:
         words, first = self._words[half::2][begin // 8 :], begin // 8
         exchanged = len(words) // ROW_THREADS * ROW_THREADS if self._kind == "b32" else 0
         if exchanged:
-            column = arith.muli(self._of_row, inline.i32(8))
-            address = device_address(output, [*row, (column, 1)], self._size)
+            address = device_address(output, [*row, (self._of_row * 8, 1)], self._size)
             for i in range(0, exchanged, ROW_THREADS):
                 inline.issue(
                     f"st.global.v4.b32 [$0 + {16 * (first + i)}], {{$1, $2, $3, $4}};",
@@ -251,33 +229,28 @@ def store_rows(
 
         return
 
-    scalar = plgpu.Layout.WG_SPLAT(())
-    layout: Any = plgpu.Layout.WGMMA if widths else ROW_LAYOUT
     tables = () if order is None else order.tables
-    refs = (plgpu.RefType(),) * len(tables)
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), layout, *refs, *(scalar,) * 4))
-    def write(_: Any, output: ir.Value, values: Any, *arguments: Any) -> None:
-        table, scalars = arguments[: len(tables)], arguments[len(tables) :]
-        first_row, head, begin, end = (s.registers.item() for s in scalars)
+    @inline.code(output, values, first_row, head, begin, end, *tables)
+    def write(
+        output: Any, values: Any, first_row: Any, head: Any, begin: Any, end: Any, *table: Any
+    ) -> None:
         # Read at each use, the thread's number spills at H = 192 and 256; read early, at H = 128.
         if is_f32 and widths:  # of the backward kernels, which have no register to spare
             thread = thread_number()
         elif width <= 128:
             thread = late_thread_number()
         else:
-            thread = arith.remui(mgpu.thread_idx(), inline.i32(WARPGROUP_SIZE))
+            thread = Integer(mgpu.thread_idx()) % WARPGROUP_SIZE
         held = HeldRows(values, thread, is_f32=is_f32)
         for half in (0, 1):
             row = thread_row(thread, half)
             is_wanted = within(row, begin, end)
-            place = arith.addi(first_row, row), head
+            place = first_row + row, head
             if order is not None:
                 place = order.place(*place, *table)
             terms = [(place[0], heads * width), (place[1], width)]
             held.store(output, half, terms, is_wanted)
-
-    write(output, values, *tables, first_row, head, begin, end)
 
 
 def store_transposed(output: Any, values: jax.Array, row: Any, column: Any) -> None:
@@ -294,18 +267,15 @@ def store_transposed(output: Any, values: jax.Array, row: Any, column: Any) -> N
             output[pl.ds(row, width), column + i] = row_values
 
         return
-    scalar = plgpu.Layout.WG_SPLAT(())
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.Layout.WGMMA, scalar, scalar))
-    def write(_: Any, output: ir.Value, values: Any, *scalars: Any) -> None:
-        row, column = (s.registers.item() for s in scalars)
+    @inline.code(output, values, row, column)
+    def _(output: ir.Value, values: Any, row: Integer, column: Integer) -> None:
         thread = thread_number()
         # Registers hold pairs of neighbouring values of a row, eight columns apart.
-        pair = arith.muli(arith.remui(thread, inline.i32(4)), inline.i32(2))
+        pair = thread % 4 * 2
         for half in (0, 1):
-            row_term = (arith.addi(row, pair), columns)
-            column_term = (arith.addi(column, thread_row(thread, half)), 1)
-            address = device_address(output, [row_term, column_term], 4)
+            terms = [(row + pair, columns), (column + thread_row(thread, half), 1)]
+            address = device_address(output, terms, 4)
             for i, register in enumerate(list(values.registers.flat)[half::2]):
                 for j in (0, 1):
                     inline.issue(
@@ -313,8 +283,6 @@ def store_transposed(output: Any, values: jax.Array, row: Any, column: Any) -> N
                         address,
                         vector.extract(register, [], [j]),
                     )
-
-    write(output, values, row, column)
 
 
 def store_staged(

@@ -1,19 +1,22 @@
 """What a warp's lanes do together: inline PTX, called by all 32 lanes."""
 
+from collections.abc import Sequence
+
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith
 
 from ikbo_jax.pallas.hopper import inline
+from ikbo_jax.pallas.hopper.inline import Integer
 
 LANES = 32
 
 
-def lane() -> ir.Value:
+def lane() -> Integer:
     """Reads this lane's number."""
     return inline.compute_word("mov.u32 $0, %laneid;")
 
 
-def load(ref: ir.Value, index: ir.Value, is_wanted: ir.Value | None = None) -> ir.Value:
+def load(ref: ir.Value, index: ir.Value, is_wanted: ir.Value | None = None) -> Integer:
     """Loads element `index` of 32 bits of device memory; 0 if it is not wanted."""
     address = inline.address(ref, index)
     if is_wanted is None:
@@ -25,7 +28,7 @@ def load(ref: ir.Value, index: ir.Value, is_wanted: ir.Value | None = None) -> i
     )
 
 
-def load_shared(ref: ir.Value, index: ir.Value) -> ir.Value:
+def load_shared(ref: ir.Value, index: ir.Value) -> Integer:
     """Loads element `index` of 32 bits of shared memory."""
     return inline.issue_word("ld.shared.b32 $0, [$1];", inline.address(ref, index))
 
@@ -42,47 +45,47 @@ def store_shared(
     )
 
 
-def ballot(predicate: ir.Value) -> ir.Value:
+def ballot(predicate: ir.Value) -> Integer:
     """Collects the lanes' predicates, one bit of each lane."""
     ptx = "{ .reg .pred p; setp.ne.b32 p, $1, 0; vote.sync.ballot.b32 $0, p, 0xffffffff; }"
     return _of_lanes(ptx, arith.extui(ir.IntegerType.get_signless(32), predicate))
 
 
-def lowest_bit(x: ir.Value) -> ir.Value:
+def lowest_bit(x: ir.Value) -> Integer:
     """Finds the number of the lowest set bit."""
     return inline.compute_word("{ .reg .b32 x; brev.b32 x, $1; clz.b32 $0, x; }", x)
 
 
-def from_lane(x: ir.Value, lane: int) -> ir.Value:
+def from_lane(x: ir.Value, lane: int) -> Integer:
     """Reads the value of one lane."""
     return _of_lanes(f"shfl.sync.idx.b32 $0, $1, {lane}, 31, 0xffffffff;", x)
 
 
-def from_below(x: ir.Value) -> ir.Value:
+def from_below(x: ir.Value) -> Integer:
     """Reads the value of the lane below; the lowest lane reads its own."""
     return _of_lanes("shfl.sync.up.b32 $0, $1, 1, 0, 0xffffffff;", x)
 
 
-def ones(x: ir.Value) -> ir.Value:
+def ones(x: ir.Value) -> Integer:
     """Counts the set bits."""
     return inline.compute_word("popc.b32 $0, $1;", x)
 
 
-def total(x: ir.Value) -> ir.Value:
+def total(x: ir.Value) -> Integer:
     """Adds all lanes' values."""
     return _of_lanes("redux.sync.add.s32 $0, $1, 0xffffffff;", x)
 
 
-def reduced(x: ir.Value, kind: str) -> ir.Value:
+def reduced(x: ir.Value, kind: str) -> Integer:
     """Finds the "min" or "max" of all lanes' signed values."""
     return _of_lanes(f"redux.sync.{kind}.s32 $0, $1, 0xffffffff;", x)
 
 
-def _of_lanes(ptx: str, x: ir.Value) -> ir.Value:
+def _of_lanes(ptx: str, x: ir.Value) -> Integer:
     return inline.issue_word(ptx, x, convergent=True)
 
 
-def sums(x: ir.Value) -> tuple[ir.Value, ir.Value]:
+def sums(x: Integer) -> tuple[Integer, Integer]:
     """Computes (sum of lower lanes' values, sum of all lanes' values)."""
     total = x
     for distance in (1, 2, 4, 8, 16):
@@ -93,15 +96,12 @@ def sums(x: ir.Value) -> tuple[ir.Value, ir.Value]:
             total,
             convergent=True,
         )
-    return arith.subi(total, x), from_lane(total, LANES - 1)
+    return total - x, from_lane(total, LANES - 1)
 
 
-def transposed(words: list[ir.Value], number: ir.Value) -> list[ir.Value]:
+def transposed(words: Sequence[ir.Value], number: Integer) -> list[ir.Value]:
     """Collects word `number`, this lane's among four neighbours, of each in the lanes' order."""
-    is_odd, is_late = (
-        arith.cmpi(arith.CmpIPredicate.ne, arith.andi(number, inline.i32(bit)), inline.i32(0))
-        for bit in (1, 2)
-    )
+    is_odd, is_late = ((number & bit).differs(0) for bit in (1, 2))
     # First pairs of lanes exchange words 0 and 1, and 2 and 3; then pairs of pairs, two at once.
     pairs = [_exchanged(words[i], words[i + 1], is_odd, 1) for i in (0, 2)]
     columns = [_exchanged(low, high, is_late, 2) for low, high in zip(*pairs, strict=True)]
@@ -109,12 +109,12 @@ def transposed(words: list[ir.Value], number: ir.Value) -> list[ir.Value]:
 
 
 def _exchanged(
-    low: ir.Value, high: ir.Value, is_high: ir.Value, distance: int
+    low: ir.Value, high: ir.Value, is_high: Integer, distance: int
 ) -> tuple[ir.Value, ir.Value]:
     """Collects `low` of two lanes, or `high` on the lane that `is_high`, the lower lane's first."""
     received = inline.issue_word(
         f"shfl.sync.bfly.b32 $0, $1, {distance}, 31, 0xffffffff;",
-        arith.select(is_high, low, high),
+        is_high.select(low, high),
         convergent=True,
     )
-    return arith.select(is_high, received, low), arith.select(is_high, high, received)
+    return is_high.select(received, low), is_high.select(high, received)

@@ -27,12 +27,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith
 
-from ikbo_jax.pallas.hopper import fragment, granules, mma, mosaic, stores
+from ikbo_jax.pallas.hopper import fragment, granules, inline, mma, mosaic, stores
+from ikbo_jax.pallas.hopper.inline import Integer
 from ikbo_jax.pallas.hopper.launch import Roles, WarpgroupContext, launch
 from ikbo_jax.pallas.linear_compression.resident_tiles import (
     Operands,
@@ -174,33 +173,25 @@ def _store_contiguous(output: Any, staging: Any, first: Any, begin: Any) -> None
     """Copies staging[i, j] to output[first + i, begin + j] within M, one bulk copy for each i."""
     batch, m, n = output.shape
     blocks, height, _ = staging.shape
-    scalar = plgpu.Layout.WG_SPLAT(())
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), scalar, scalar))
-    def copy(_: Any, output: ir.Value, staging: ir.Value, *scalars: Any) -> None:
-        i32, byte = ir.IntegerType.get_signless(32), ir.IntegerType.get_signless(8)
-        first, begin = (s.registers.item() for s in scalars)
+    @inline.code(output, staging, first, begin)
+    def copy(output: ir.Value, staging: ir.Value, first: Integer, begin: Integer) -> None:
         thread = stores.thread_number()
-        row = arith.addi(first, thread)
-        is_less = functools.partial(arith.cmpi, arith.CmpIPredicate.slt)
-        exists = arith.andi(is_less(thread, mgpu.c(blocks, i32)), is_less(row, mgpu.c(batch, i32)))
+        row = first + thread
+        exists = (thread < blocks) & (row < batch)
         target = stores.device_address(output, [(row, m * n), (begin, n)], 2)
-        offset = arith.muli(thread, mgpu.c(height * n * 2, i32))
-        source = mgpu.utils.getelementptr(mgpu.utils.memref_ptr(staging), [offset], byte)
-        rows = arith.minsi(arith.subi(mgpu.c(m, i32), begin), mgpu.c(height, i32))
-        exists = arith.andi(exists, is_less(mgpu.c(0, i32), rows))
-        mgpu.utils.inline_ptx(
+        source = inline.address(staging, thread * (height * n * 2), 8)
+        rows = (m - begin).at_most(height)
+        exists = exists & (inline.i32(0) < rows)
+        inline.issue(
             "{ .reg .u64 target; cvta.to.global.u64 target, $0; "
             "@$3 cp.async.bulk.global.shared::cta.bulk_group [target], [$1], $2; "
             "cp.async.bulk.commit_group; }",
             target,
             source,
-            arith.muli(rows, mgpu.c(n * 2, i32)),
+            rows * (n * 2),
             exists,
-            has_side_effects=True,
         )
-
-    copy(output, staging, first, begin)
 
 
 def _consume(ctx: WarpgroupContext) -> None:

@@ -1,6 +1,5 @@
 """Loads operands by a warpgroup's threads, where TMA would need aligned rows, or short boxes."""
 
-import functools
 import itertools
 from typing import Any, NamedTuple
 
@@ -10,9 +9,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith
 
-from ikbo_jax.pallas.hopper import mosaic, stores
+from ikbo_jax.pallas.hopper import inline, mosaic, stores
+from ikbo_jax.pallas.hopper.inline import Integer
 from ikbo_jax.problems.hopper import BLOCK_K, WARPGROUP_SIZE
 from ikbo_jax.problems.resident_compression import elements_of_load, is_copied
 
@@ -58,51 +57,41 @@ def load(weight: Any, tiles: Any, region: Region, first_row: Any, first_k: Any) 
     count = parts * rows * of_row
     is_aligned = is_copied(k)
     unrolled = UNROLLED if is_aligned else UNROLLED_LOADS
-    scalar = plgpu.Layout.WG_SPLAT(())
-    ref = plgpu.RefType(mosaic.operand_transforms(tiles.dtype))
-
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), ref, *(scalar,) * 3))
-    def copy(_: Any, weight: ir.Value, tiles: ir.Value, *scalars: Any) -> None:
-        i32, byte = ir.IntegerType.get_signless(32), ir.IntegerType.get_signless(8)
-        iteration, first_row, first_k = (s.registers.item() for s in scalars)
-        is_less = functools.partial(arith.cmpi, arith.CmpIPredicate.slt)
-        unit = arith.muli(iteration, mgpu.c(unrolled * WARPGROUP_SIZE, i32))
-        unit = arith.addi(unit, stores.thread_number())
-        waiting = []
-        for i in range(unrolled):
-            number = arith.addi(unit, mgpu.c(i * WARPGROUP_SIZE, i32))
-            row, column = _divided(number, of_row)
-            column = arith.muli(column, mgpu.c(elements, i32))
-            offset = _offset(row, column, rows, region)
-            target = mgpu.utils.getelementptr(mgpu.utils.memref_ptr(tiles), [offset], byte)
-            row, column = arith.addi(first_row, row), arith.addi(first_k, column)
-            is_wanted = is_less(number, mgpu.c(count, i32))
-            is_inside = arith.andi(is_less(row, mgpu.c(m, i32)), is_less(column, mgpu.c(k, i32)))
-            zero = mgpu.c(0, i32)
-            row, column = (arith.select(is_inside, x, zero) for x in (row, column))
-            source = stores.device_address(weight, [(row, k), (column, 1)], 2)
-            if not is_aligned:
-                valid = arith.minsi(arith.subi(mgpu.c(k, i32), column), mgpu.c(elements, i32))
-                valid = arith.select(arith.andi(is_inside, is_wanted), valid, zero)
-                words = _load_unaligned(weight, m * k, source, valid)
-                waiting.append((target, source, valid, words, is_wanted))
-                continue
-            size = mgpu.c(2 * elements, i32)
-            kind = "cg" if elements == 8 else "ca"
-            mgpu.utils.inline_ptx(
-                f"cp.async.{kind}.shared.global [$0], [$1], {2 * elements}, $2;",
-                target,
-                source,
-                arith.select(is_inside, size, zero),
-                predicate=is_wanted,
-                has_side_effects=True,
-            )
-        for loaded in waiting:
-            _store_unaligned(*loaded)
 
     @pl.loop(jnp.int32(0), jnp.int32(pl.cdiv(count, unrolled * WARPGROUP_SIZE)))
-    def _iteration(iteration: Any) -> None:
-        copy(weight, tiles, iteration, first_row, first_k)
+    def copy(iteration: Any) -> None:
+        @inline.code(weight, mosaic.operand(tiles), iteration, first_row, first_k)
+        def _(weight: Any, tiles: Any, iteration: Integer, first_row: Any, first_k: Any) -> None:
+            unit = iteration * (unrolled * WARPGROUP_SIZE) + stores.thread_number()
+            waiting = []
+            for i in range(unrolled):
+                number = unit + i * WARPGROUP_SIZE
+                row, column = _divided(number, of_row)
+                column = column * elements
+                target = inline.address(tiles, _offset(row, column, rows, region), 8)
+                row, column = first_row + row, first_k + column
+                is_wanted = number < count
+                is_inside = (row < m) & (column < k)
+                zero = inline.i32(0)
+                row, column = (is_inside.select(x, zero) for x in (row, column))
+                source = stores.device_address(weight, [(row, k), (column, 1)], 2)
+                if not is_aligned:
+                    valid = (k - column).at_most(elements)
+                    valid = (is_inside & is_wanted).select(valid, zero)
+                    words = _load_unaligned(weight, m * k, source, valid)
+                    waiting.append((target, source, valid, words, is_wanted))
+                    continue
+                size = inline.i32(2 * elements)
+                kind = "cg" if elements == 8 else "ca"
+                inline.issue(
+                    f"cp.async.{kind}.shared.global [$0], [$1], {2 * elements}, $2;",
+                    target,
+                    source,
+                    is_inside.select(size, zero),
+                    predicate=is_wanted,
+                )
+            for loaded in waiting:
+                _store_unaligned(*loaded)
 
     if not is_aligned and m * k % elements:
         _load_end(weight, tiles, region, first_row, first_k)
@@ -115,40 +104,23 @@ def _load_end(weight: Any, tiles: Any, region: Region, first_row: Any, first_k: 
     parts = all_blocks // region.blocks_of_part
     elements = elements_of_load(k)
     of_row = region.blocks * BLOCK_K // elements
-    scalar = plgpu.Layout.WG_SPLAT(())
-    ref = plgpu.RefType(mosaic.operand_transforms(tiles.dtype))
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), ref, scalar, scalar))
-    def copy(_: Any, weight: ir.Value, tiles: ir.Value, *scalars: Any) -> None:
-        i32, byte = ir.IntegerType.get_signless(32), ir.IntegerType.get_signless(8)
-        first_row, first_k = (s.registers.item() for s in scalars)
-        is_below = functools.partial(arith.cmpi, arith.CmpIPredicate.ult)
+    @inline.code(weight, mosaic.operand(tiles), first_row, first_k)
+    def copy(weight: ir.Value, tiles: ir.Value, first_row: Integer, first_k: Integer) -> None:
         thread = stores.thread_number()
         for at in range(m * k - m * k % elements, m * k):
-            row, column = (
-                arith.subi(mgpu.c(x, i32), first)
-                for x, first in zip(divmod(at, k), (first_row, first_k), strict=True)
-            )
-            number = arith.muli(row, mgpu.c(of_row, i32))
-            number = arith.addi(number, _divided(column, elements)[0])
-            is_copier = arith.cmpi(
-                arith.CmpIPredicate.eq, _divided(number, WARPGROUP_SIZE)[1], thread
-            )
-            is_mine = arith.andi(
-                is_below(row, mgpu.c(parts * rows, i32)),
-                is_below(column, mgpu.c(region.blocks * BLOCK_K, i32)),
-            )
-            is_mine = arith.andi(is_mine, is_copier)
-            offset = arith.select(is_mine, _offset(row, column, rows, region), mgpu.c(0, i32))
-            mgpu.utils.inline_ptx(
+            row, column = at // k - first_row, at % k - first_k
+            number = row * of_row + _divided(column, elements)[0]
+            is_copier = _divided(number, WARPGROUP_SIZE)[1].equals(thread)
+            is_mine = row.below(parts * rows)
+            is_mine = is_mine & column.below(region.blocks * BLOCK_K) & is_copier
+            offset = is_mine.select(_offset(row, column, rows, region), 0)
+            inline.issue(
                 "{ .reg .u16 x; @$2 ld.global.nc.u16 x, [$1]; @$2 st.shared.u16 [$0], x; }",
-                mgpu.utils.getelementptr(mgpu.utils.memref_ptr(tiles), [offset], byte),
-                stores.device_address(weight, [(mgpu.c(at, i32), 1)], 2),
+                inline.address(tiles, offset, 8),
+                stores.device_address(weight, [(inline.i32(at), 1)], 2),
                 is_mine,
-                has_side_effects=True,
             )
-
-    copy(weight, tiles, first_row, first_k)
 
 
 def load_blocks(embedding: Any, tiles: Any, first: Any, blocks_of_row: int, first_k: Any) -> None:
@@ -171,85 +143,62 @@ def load_blocks(embedding: Any, tiles: Any, first: Any, blocks_of_row: int, firs
 
     vectors = width // 8
     count = steps * blocks * depth * vectors
-    scalar = plgpu.Layout.WG_SPLAT(())
     swizzle = mosaic.row_swizzle(tiles.shape, tiles.dtype)
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType((swizzle,)), *(scalar,) * 3))
-    def copy(_: Any, embedding: ir.Value, tiles: ir.Value, *scalars: Any) -> None:
-        i32, byte = ir.IntegerType.get_signless(32), ir.IntegerType.get_signless(8)
-        iteration, first, first_k = (s.registers.item() for s in scalars)
-        is_less = functools.partial(arith.cmpi, arith.CmpIPredicate.slt)
-        zero, size = mgpu.c(0, i32), mgpu.c(16, i32)
-        unit = arith.muli(iteration, mgpu.c(UNROLLED * WARPGROUP_SIZE, i32))
-        unit = arith.addi(unit, stores.thread_number())
-        for i in range(UNROLLED):
-            number = arith.addi(unit, mgpu.c(i * WARPGROUP_SIZE, i32))
-            rest, vector = _divided(number, vectors)
-            rest, r = _divided(rest, depth)
-            step, block = _divided(rest, blocks)
-            # As TMA swizzles: the vectors of a row by the bits of the address from 128 bytes on.
-            swizzled = arith.xori(vector, _divided(_divided(r, 64 // width)[0], vectors)[1])
-            row_at = arith.addi(arith.muli(rest, mgpu.c(depth, i32)), r)
-            offset = arith.muli(row_at, mgpu.c(width * 2, i32))
-            offset = arith.addi(offset, arith.muli(swizzled, mgpu.c(16, i32)))
-            target = mgpu.utils.getelementptr(mgpu.utils.memref_ptr(tiles), [offset], byte)
-            row, of_row = _divided(arith.addi(first, block), blocks_of_row)
-            row = row if batch > 1 else zero
-            at_k = arith.addi(first_k, arith.addi(arith.muli(step, mgpu.c(depth, i32)), r))
-            is_inside = arith.andi(is_less(row, mgpu.c(batch, i32)), is_less(at_k, mgpu.c(k, i32)))
-            row, at_k = (arith.select(is_inside, x, zero) for x in (row, at_k))
-            terms = [(row, k * n), (at_k, n), (of_row, width), (vector, 8)]
-            mgpu.utils.inline_ptx(
-                "cp.async.cg.shared.global [$0], [$1], 16, $2;",
-                target,
-                stores.device_address(embedding, terms, 2),
-                arith.select(is_inside, size, zero),
-                predicate=is_less(number, mgpu.c(count, i32)),
-                has_side_effects=True,
-            )
+    swizzled_tiles = inline.Typed(tiles, plgpu.RefType((swizzle,)))
 
     @pl.loop(jnp.int32(0), jnp.int32(pl.cdiv(count, UNROLLED * WARPGROUP_SIZE)))
-    def _iteration(iteration: Any) -> None:
-        copy(embedding, tiles, iteration, first, first_k)
+    def _(iteration: Any) -> None:
+        @inline.code(embedding, swizzled_tiles, iteration, first, first_k)
+        def _(embedding: Any, tiles: Any, iteration: Integer, first: Any, first_k: Any) -> None:
+            zero, size = inline.i32(0), inline.i32(16)
+            unit = iteration * (UNROLLED * WARPGROUP_SIZE) + stores.thread_number()
+            for i in range(UNROLLED):
+                number = unit + i * WARPGROUP_SIZE
+                rest, vector = _divided(number, vectors)
+                rest, r = _divided(rest, depth)
+                step, block = _divided(rest, blocks)
+                # As TMA swizzles: a row's vectors by the bits of the address from 128 bytes on.
+                swizzled = vector ^ _divided(_divided(r, 64 // width)[0], vectors)[1]
+                offset = (rest * depth + r) * (width * 2) + swizzled * 16
+                target = inline.address(tiles, offset, 8)
+                row, of_row = _divided(first + block, blocks_of_row)
+                row = row if batch > 1 else zero
+                at_k = first_k + (step * depth + r)
+                is_inside = (row < batch) & (at_k < k)
+                row, at_k = (is_inside.select(x, zero) for x in (row, at_k))
+                terms = [(row, k * n), (at_k, n), (of_row, width), (vector, 8)]
+                inline.issue(
+                    "cp.async.cg.shared.global [$0], [$1], 16, $2;",
+                    target,
+                    stores.device_address(embedding, terms, 2),
+                    is_inside.select(size, zero),
+                    predicate=number < count,
+                )
 
 
 def finish() -> None:
     """Waits for all threads' loads; the warpgroup's WGMMAs may read them afterwards."""
-
-    @plgpu.inline_mgpu()
-    def await_copies(_: Any) -> None:
-        mgpu.utils.inline_ptx("cp.async.wait_all;", has_side_effects=True)
-
     if not mosaic.is_interpreted():
-        await_copies()
+        inline.code()(lambda: inline.issue("cp.async.wait_all;"))
     plgpu.commit_smem()
 
 
-def _divided(value: ir.Value, size: int) -> tuple[ir.Value, ir.Value]:
+def _divided(value: Integer, size: int) -> tuple[Integer, Integer]:
     """Returns quotient and remainder."""
-    divisor = mgpu.c(size, ir.IntegerType.get_signless(32))
-    return arith.divui(value, divisor), arith.remui(value, divisor)
+    divisor = inline.i32(size)
+    return value // divisor, value % divisor
 
 
-def _offset(row: ir.Value, column: ir.Value, rows: int, region: Region) -> ir.Value:
+def _offset(row: Integer, column: Integer, rows: int, region: Region) -> Integer:
     """Computes an element's byte in operand tiles of `rows` rows, swizzled."""
-    i32 = ir.IntegerType.get_signless(32)
     part, row = _divided(row, rows)
     block, within = _divided(column, BLOCK_K)
     vector, element = _divided(within, 8)
-    vector = arith.xori(vector, _divided(row, 8)[1])
+    vector = vector ^ _divided(row, 8)[1]
     tile_bytes = rows * mosaic.SWIZZLE
-    terms = (
-        (part, region.blocks_of_part * tile_bytes),
-        (block, tile_bytes),
-        (row, mosaic.SWIZZLE),
-        (vector, 16),
-        (element, 2),
-    )
-    total = mgpu.c(region.first * tile_bytes, i32)
-    for value, stride in terms:
-        total = arith.addi(total, arith.muli(value, mgpu.c(stride, i32)))
-    return total
+    total = inline.i32(region.first * tile_bytes) + part * (region.blocks_of_part * tile_bytes)
+    return total + block * tile_bytes + row * mosaic.SWIZZLE + vector * 16 + element * 2
 
 
 def _load_unaligned(memory: ir.Value, elements: int, source: ir.Value, valid: ir.Value) -> Any:
@@ -258,12 +207,10 @@ def _load_unaligned(memory: ir.Value, elements: int, source: ir.Value, valid: ir
 
     A vector that ends past the memory's `elements` of 16 bits is not loaded.
     """
-    i32, i64 = ir.IntegerType.get_signless(32), ir.IntegerType.get_signless(64)
-    byte = ir.IntegerType.get_signless(8)
-    size = mgpu.c(2 * elements, i64)
-    end = mgpu.utils.getelementptr(mgpu.utils.memref_ptr(memory), [size], byte)
+    size = mgpu.c(2 * elements, ir.IntegerType.get_signless(64))
+    end = inline.address(memory, size, 8)
     low, high = ("{" + ", ".join(f"${i + j}" for j in range(4)) + "}" for i in (0, 4))
-    return mgpu.utils.inline_ptx(
+    return inline.issue_words(
         "{ .reg .b64 first, next; .reg .b32 size, skipped; .reg .pred p, q; "
         "and.b64 first, $8, -16; "
         "cvt.u32.u64 skipped, $8; and.b32 skipped, skipped, 14; "
@@ -273,11 +220,10 @@ def _load_unaligned(memory: ir.Value, elements: int, source: ir.Value, valid: ir
         + " ".join(f"mov.b32 ${i}, 0;" for i in range(_WORDS))
         + f" @p ld.global.nc.v4.b32 {low}, [first];"
         f" @q ld.global.nc.v4.b32 {high}, [first + 16]; }}",
+        _WORDS,
         source,
         valid,
         end,
-        result_types=[i32] * _WORDS,
-        has_side_effects=True,
     )
 
 
@@ -304,15 +250,7 @@ def _store_unaligned(
             f"shl.b32 t, -1, t; not.b32 t, t; and.b32 w{i}, w{i}, t;",
         ]
     lines += ["@$3 st.shared.v4.b32 [$0], {w0, w1, w2, w3};"]
-    mgpu.utils.inline_ptx(
-        "{ " + " ".join(lines) + " }",
-        target,
-        source,
-        valid,
-        is_wanted,
-        *words,
-        has_side_effects=True,
-    )
+    inline.issue("{ " + " ".join(lines) + " }", target, source, valid, is_wanted, *words)
 
 
 def _moved(bit: str, by: int, count: int, name: str, offset: int = 0) -> list[str]:

@@ -17,13 +17,12 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
-from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith
 
 from ikbo_jax.pallas.hopper import inline, mosaic, per_thread, warps
+from ikbo_jax.pallas.hopper.inline import Integer
 from ikbo_jax.pallas.hopper.launch import WarpgroupContext
-from ikbo_jax.pallas.hopper.per_thread import LANES, LAYOUT, Threads, array, divided, same, scalar
+from ikbo_jax.pallas.hopper.per_thread import LANES, Threads, array, divided, same, scalar
 from ikbo_jax.pallas.worklist import scan
 from ikbo_jax.problems.hopper import WARPGROUP_SIZE
 
@@ -164,18 +163,17 @@ def _rank_in_warp(
         before = jnp.sum(is_same & (lane[None] < lane[:, None]), axis=1, dtype=jnp.int32)
         return before, jnp.sum(is_same, axis=1, dtype=jnp.int32)
 
-    @plgpu.inline_mgpu(arg_types=(LAYOUT, LAYOUT), return_type=(per_thread.INT32,) * 2)
-    def rank(_: Any, values: mgpu.FragmentedArray, wanted: mgpu.FragmentedArray) -> Any:
-        def lanes_with(bits: ir.Value) -> tuple[ir.Value, ir.Value]:
-            is_set = arith.cmpi(arith.CmpIPredicate.ne, bits, inline.i32(0))
+    @inline.code(values, is_wanted.astype(jnp.int32), returns=(per_thread.INT32,) * 2)
+    def ranks(values: mgpu.FragmentedArray, wanted: mgpu.FragmentedArray) -> Any:
+        def lanes_with(bits: Integer) -> tuple[Integer, Integer]:
+            is_set = bits.differs(0)
             return is_set, warps.ballot(is_set)
 
         _, lanes = lanes_with(scalar(wanted))
         for bit in range((limit - 1).bit_length()):
-            is_set, found = lanes_with(arith.andi(scalar(values), inline.i32(1 << bit)))
-            others = arith.xori(found, inline.i32(-1))
-            lanes = arith.andi(lanes, arith.select(is_set, found, others))
-        lower = arith.subi(arith.shli(inline.i32(1), warps.lane()), inline.i32(1))
-        return array(warps.ones(arith.andi(lanes, lower)), values), array(warps.ones(lanes), values)
+            is_set, found = lanes_with(scalar(values) & (1 << bit))
+            lanes = lanes & is_set.select(found, found ^ -1)
+        lower = Integer(arith.shli(inline.i32(1), warps.lane())) - 1
+        return array(warps.ones(lanes & lower), values), array(warps.ones(lanes), values)
 
-    return rank(values, is_wanted.astype(jnp.int32))
+    return ranks

@@ -21,11 +21,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
-from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith
 
-from ikbo_jax.pallas.hopper import mosaic, per_thread, stores
+from ikbo_jax.pallas.hopper import inline, mosaic, per_thread, stores
 from ikbo_jax.pallas.hopper.launch import WarpgroupContext, launch_threads
 from ikbo_jax.pallas.hopper.per_thread import VECTOR, Threads, same, select
 from ikbo_jax.pallas.worklist.scan import running_sums
@@ -344,16 +342,14 @@ def load_queries(query: Any, candidate: jax.Array, vector: jax.Array) -> tuple[j
     """Loads a 16-byte vector of a candidate's queries in each thread; returns its four words."""
     size = math.prod(query.shape[1:])
 
-    @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(), *(per_thread.LAYOUT,) * 2), return_type=(per_thread.INT32,) * 4
-    )
-    def issue(_: Any, query: ir.Value, *arrays: mgpu.FragmentedArray) -> Any:
+    @inline.code(query, candidate, vector, returns=(per_thread.INT32,) * 4)
+    def issued(query: ir.Value, *arrays: mgpu.FragmentedArray) -> Any:
         candidate, vector = map(per_thread.scalar, arrays)
         address = stores.device_address(query, [(candidate, size), (vector, ELEMENTS)], 2)
         words = per_thread.load_words(address, 4, is_early=True)
         return tuple(per_thread.array(x, arrays[0]) for x in words)
 
-    return issue(query, candidate, vector)
+    return issued
 
 
 def store_queries(
@@ -366,30 +362,19 @@ def store_queries(
     """Stores the words that `load_queries` returned, where wanted."""
     size = math.prod(query.shape[1:])
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), *(per_thread.LAYOUT,) * 7))
-    def issue(_: Any, query: ir.Value, *arrays: mgpu.FragmentedArray) -> None:
+    @inline.code(query, place, vector, is_wanted.astype(jnp.int32), *words)
+    def _(query: ir.Value, *arrays: mgpu.FragmentedArray) -> None:
         place, vector, wanted, *words = map(per_thread.scalar, arrays)
         address = stores.device_address(query, [(place, size), (vector, ELEMENTS)], 2)
-        zero = mgpu.c(0, ir.IntegerType.get_signless(32))
-        per_thread.store_words(address, words, arith.cmpi(arith.CmpIPredicate.ne, wanted, zero))
-
-    issue(query, place, vector, is_wanted.astype(jnp.int32), *words)
+        per_thread.store_words(address, words, wanted.differs(0))
 
 
 def _prefetch(query: Any, first: Any, line: jax.Array, is_wanted: jax.Array) -> None:
     """Prefetches line `line` of 128 bytes to L2, counted from candidate `first` on."""
     size = math.prod(query.shape[1:])
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), *(per_thread.LAYOUT,) * 3))
-    def issue(_: Any, query: ir.Value, *arrays: mgpu.FragmentedArray) -> None:
+    @inline.code(query, per_thread.same(0) + first, line, is_wanted.astype(jnp.int32))
+    def _(query: ir.Value, *arrays: mgpu.FragmentedArray) -> None:
         first, line, wanted = map(per_thread.scalar, arrays)
         address = stores.device_address(query, [(first, size), (line, 64)], 2)
-        zero = mgpu.c(0, ir.IntegerType.get_signless(32))
-        mgpu.utils.inline_ptx(
-            "prefetch.global.L2 [$0];",
-            address,
-            predicate=arith.cmpi(arith.CmpIPredicate.ne, wanted, zero),
-            has_side_effects=True,
-        )
-
-    issue(query, per_thread.same(0) + first, line, is_wanted.astype(jnp.int32))
+        inline.issue("prefetch.global.L2 [$0];", address, predicate=wanted.differs(0))

@@ -5,16 +5,14 @@ from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith
 
-from ikbo_jax.pallas.hopper import mosaic
+from ikbo_jax.pallas.hopper import inline, mosaic
+from ikbo_jax.pallas.hopper.inline import Integer
 from ikbo_jax.pallas.hopper.warps import LANES, ballot, lane, load, lowest_bit
 
-SCALAR = plgpu.Layout.WG_SPLAT(())
-INTEGER = plgpu.ShapeDtypeStruct((), jnp.int32, layout=SCALAR)
+INTEGER = plgpu.ShapeDtypeStruct((), jnp.int32, layout=plgpu.Layout.WG_SPLAT(()))
 
 
 def count_at_most(
@@ -46,21 +44,14 @@ def count_at_most(
     return zero
 
 
-def splat(value: ir.Value) -> mgpu.FragmentedArray:
-    """Wraps a value that all lanes have for Pallas."""
-    return mgpu.FragmentedArray.splat(value, (), is_signed=True)
-
-
-def user_at(index: ir.Value, position: ir.Value, batch: int, users: int) -> ir.Value:
+def user_at(index: ir.Value, position: Integer, batch: int, users: int) -> Integer:
     """Loads the clamped user of the candidate at `position`; past the end, the last candidate's."""
-    i32 = ir.IntegerType.get_signless(32)
-    return clamped(load(index, arith.minsi(position, mgpu.c(batch - 1, i32))), users)
+    return clamped(load(index, position.at_most(batch - 1)), users)
 
 
-def clamped(user: ir.Value, users: int) -> ir.Value:
+def clamped(user: Integer, users: int) -> Integer:
     """Clamps a user to [0, U)."""
-    i32 = ir.IntegerType.get_signless(32)
-    return arith.minsi(arith.maxsi(user, mgpu.c(0, i32)), mgpu.c(users - 1, i32))
+    return user.at_least(0).at_most(users - 1)
 
 
 def end_of_run(cand_to_user: Any, first: Any, stop: Any, most: int, users: int) -> Any:
@@ -79,23 +70,18 @@ def end_of_run(cand_to_user: Any, first: Any, stop: Any, most: int, users: int) 
 
     batch = cand_to_user.shape[0]
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SCALAR, SCALAR), return_type=INTEGER)
-    def search(
-        _: Any, index: ir.Value, first: mgpu.FragmentedArray, stop: mgpu.FragmentedArray
-    ) -> mgpu.FragmentedArray:
-        i32, predicates = ir.IntegerType.get_signless(32), arith.CmpIPredicate
-        begin, end = first.registers.item(), stop.registers.item()
-
+    @inline.code(cand_to_user, first, stop, returns=INTEGER)
+    def found(index: ir.Value, begin: Integer, end: Integer) -> Integer:
         user, result = user_at(index, begin, batch, users), end
-        first_lane = arith.addi(begin, lane())
-        offsets = [mgpu.c(offset, i32) for offset in range(0, most, LANES)]
+        first_lane = begin + lane()
+        offsets = [inline.i32(offset) for offset in range(0, most, LANES)]
         # All loads are issued before the first one is waited for.
-        others = [user_at(index, arith.addi(first_lane, x), batch, users) for x in offsets]
+        others = [user_at(index, first_lane + x, batch, users) for x in offsets]
         for offset, other in zip(offsets, others, strict=True):
-            differ = ballot(arith.cmpi(predicates.ne, other, user))
-            found = arith.addi(arith.addi(begin, offset), lowest_bit(differ))
-            is_found = arith.cmpi(predicates.ne, differ, mgpu.c(0, i32))
-            result = arith.select(is_found, arith.minsi(result, found), result)
-        return splat(result)
+            differ = ballot(other.differs(user))
+            found = begin + offset + lowest_bit(differ)
+            is_found = differ.differs(0)
+            result = is_found.select(result.at_most(found), result)
+        return result
 
-    return search(cand_to_user, first, stop)
+    return found

@@ -1,4 +1,8 @@
-"""The strategy of an expert for the network `ranking`: by hand, for XLA and cuDNN alone."""
+"""The network `ranking` without this library: an expert's by hand, and copies that are tuned.
+
+Both are strategies of `ikbo_jax.models.ranking` for XLA and cuDNN alone, which the benchmarks
+compare with this library's.
+"""
 
 import functools
 import math
@@ -9,11 +13,14 @@ import jax
 import jax.numpy as jnp
 
 from ikbo_jax.layers import functional
+from ikbo_jax.models import ranking, strategies
 from ikbo_jax.models.strategies import (
     ALIGNMENT,
     Parameters,
     Strategy,
     activated_attention,
+    attend_to_copies,
+    compress_copies,
     join,
     pool_by_seeds,
     rms_norm,
@@ -130,7 +137,32 @@ _product_by_hand.defvjp(
 )
 
 
-def hand_optimised(fold: Fold) -> Strategy:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def einsum_f32(axes: str, a: jax.Array, b: jax.Array) -> jax.Array:
+    """Sums like `jnp.einsum` in f32; rounds the cotangent to the operands' dtype.
+
+    JAX' own gradient would multiply the f32 cotangent with widened operands: twice the time.
+    """
+    return jnp.einsum(axes, a, b, preferred_element_type=jnp.float32)
+
+
+def _einsum_f32_vjp(
+    axes: str, operands: tuple[jax.Array, jax.Array], d_out: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    a, b = operands
+    of_operands, of_result = axes.split("->")
+    of_a, of_b = of_operands.split(",")
+    d_out = d_out.astype(a.dtype)
+    return (
+        jnp.einsum(f"{of_result},{of_b}->{of_a}", d_out, b),
+        jnp.einsum(f"{of_result},{of_a}->{of_b}", d_out, a),
+    )
+
+
+einsum_f32.defvjp(lambda axes, a, b: (einsum_f32(axes, a, b), (a, b)), _einsum_f32_vjp)
+
+
+def strategy_of(fold: Fold) -> Strategy:
     """Returns the strategy of an expert who uses XLA and cuDNN alone."""
 
     def padded(x: jax.Array, axis: int) -> jax.Array:
@@ -146,13 +178,14 @@ def hand_optimised(fold: Fold) -> Strategy:
         index: jax.Array,
     ) -> jax.Array:
         query, key, value = functional.projected(params, rms_norm(queries), keys)
-        out = fold.unfold(attention(fold.fold(query), key, value, tuned=True))
+        out = fold.unfold(attention(fold.fold(query), key, value))
         return queries + functional.merge_heads(out, params["w_out"])
 
     def feed_forward(
         params: Parameters, queries: jax.Array, rows: jax.Array, index: jax.Array, of_all: jax.Array
     ) -> jax.Array:
-        fed = folded(activated_attention, params, queries, rms_norm(rows), index)
+        attention = functools.partial(activated_attention, product=einsum_f32)
+        fed = folded(attention, params, queries, rms_norm(rows), index)
         return fed + of_all[:, None]
 
     def compress(
@@ -169,8 +202,39 @@ def hand_optimised(fold: Fold) -> Strategy:
         # All layers compress the same tokens: pad them once.
         prepare=lambda tokens: padded(tokens, 1),
         pool=functools.partial(pool_by_seeds, tuned=True),
-        attend=functools.partial(folded, softmax_attention),
+        attend=functools.partial(folded, functools.partial(softmax_attention, tuned=True)),
         feed_forward=feed_forward,
         compress=compress,
         join=joined,
     )
+
+
+def hand_optimised(params: dict[str, Any], request: ranking.Request, *, most: int) -> jax.Array:
+    """Scores like `ranking.materialised`, as an expert writes it for XLA, without this library.
+
+    User and candidate are compressed separately. The queries of all candidates of a user are folded
+    into one sequence, so that attention needs no copies of the keys. A user's candidates beyond
+    `most` have NaN.
+    """
+    fold = fold_by_user(request.cand_to_user, request.history.shape[0], most)
+    return ranking.network(params, request, strategy_of(fold))
+
+
+def _compress_aligned(
+    params: Parameters, rows: jax.Array, tokens: jax.Array, index: jax.Array
+) -> jax.Array:
+    """Compresses copies of users whose embedding rows are padded to aligned ones."""
+    padding = -(rows.shape[1] + tokens.shape[1]) % ALIGNMENT
+    return compress_copies(params, rows, tokens, index, padding=padding)
+
+
+_TUNED = strategies.MATERIALISED._replace(
+    pool=functools.partial(pool_by_seeds, tuned=True),
+    attend=functools.partial(attend_to_copies, tuned=True),
+    compress=_compress_aligned,
+)
+
+
+def tuned_copies(params: dict[str, Any], request: ranking.Request) -> jax.Array:
+    """Scores by `ranking.materialised` with faster copies: aligned embedding rows, and cuDNN."""
+    return ranking.network(params, request, _TUNED)
