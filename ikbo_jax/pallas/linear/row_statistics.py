@@ -8,11 +8,11 @@ from typing import Any
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
-from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, math
 
 from ikbo_jax.pallas.hopper import inline, mosaic, row_vectors, stores, warps
+from ikbo_jax.pallas.hopper.inline import Integer
 from ikbo_jax.pallas.linear.rows import NUMBERS, WORDS
 from ikbo_jax.problems.hopper import TILE_ROWS
 from ikbo_jax.reference.norm_linear import Norm
@@ -38,26 +38,22 @@ def compute(x: Any, first: Any, target: Any, norm: Norm, warp_count: int) -> Non
             target[1, r] = 1 / jnp.sqrt(jnp.mean(row * row) + norm.eps)
 
         return
-    scalar = plgpu.Layout.WG_SPLAT(())
-
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), scalar, scalar))
-    def add(_: Any, x: ir.Value, target: ir.Value, first: Any, step: Any) -> None:
-        first, step = (s.registers.item() for s in (first, step))
-        thread = arith.subi(stores.late_thread_number(), inline.i32(2 * warps.LANES))
-        of_row, row = stores.digits(thread, (_QUAD, _ROWS * warp_count))
-        row = arith.addi(arith.muli(step, inline.i32(_ROWS * warp_count)), row)
-        source = arith.minsi(arith.addi(first, row), inline.i32(rows - 1))
-        base = stores.device_address(x, [(source, features)], 2)
-        sums = _sums(base, of_row, features, norm, x.type)
-        mean, scale = _finish(*sums, features, norm)
-        is_first = arith.cmpi(arith.CmpIPredicate.eq, of_row, inline.i32(0))
-        for i, number in enumerate((mean, scale)):
-            place = arith.addi(row, inline.i32(i * TILE_ROWS))
-            warps.store_shared(target, place, inline.word(number), is_first)
 
     @pl.loop(jnp.int32(0), jnp.int32(TILE_ROWS // (_ROWS * warp_count)))
     def _(step: Any) -> None:
-        add(x, target, first, step)
+        @inline.code(x, target, first, step)
+        def _(x: ir.Value, target: ir.Value, first: Integer, step: Integer) -> None:
+            thread = stores.late_thread_number() - 2 * warps.LANES
+            of_row, row = stores.digits(thread, (_QUAD, _ROWS * warp_count))
+            row = step * (_ROWS * warp_count) + row
+            source = (first + row).at_most(rows - 1)
+            base = stores.device_address(x, [(source, features)], 2)
+            sums = _sums(base, of_row, features, norm, x.type)
+            mean, scale = _finish(*sums, features, norm)
+            is_first = of_row.equals(0)
+            for i, number in enumerate((mean, scale)):
+                place = row + i * TILE_ROWS
+                warps.store_shared(target, place, inline.word(number), is_first)
 
 
 def _sums(
