@@ -73,7 +73,7 @@ class Buckets:
         for name in ("candidates", "users", "new_users"):
             sizes = getattr(self, name)
             are_integers = isinstance(sizes, Sequence) and all(
-                isinstance(size, (int, np.integer)) for size in sizes
+                isinstance(size, (int, np.integer)) and not isinstance(size, bool) for size in sizes
             )
             if not are_integers or not sizes or sizes[0] < 1 or list(sizes) != sorted(set(sizes)):
                 raise ValueError(f"{name} is {sizes}, expected ascending sizes of at least 1")

@@ -11,6 +11,7 @@ import jax
 import numpy as np
 import numpy.typing as npt
 
+from ikbo_jax.placement import check_integer
 from ikbo_jax.serving.answers import PendingScores
 from ikbo_jax.serving.base import BatchScorer, seconds_of
 from ikbo_jax.serving.batches import BadRequestError, Batch, Buckets, Form, Tree, check_hashable
@@ -117,6 +118,7 @@ class UserCache:
     """
 
     def __init__(self, max_bytes: int, row_bytes: int, least: int) -> None:
+        check_integer("user_bytes", max_bytes)
         self.slots = max_bytes // row_bytes if row_bytes else least
         if self.slots < least:
             raise ValueError(
