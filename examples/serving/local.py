@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import io
 import os
 import pathlib
 import secrets
@@ -160,7 +161,7 @@ def check_port(host: str, port: int) -> None:
             found.listen()
         except (OSError, OverflowError) as error:
             why = getattr(error, "strerror", error)
-            raise OSError(f"cannot listen at {host}:{port}: {why}") from None
+            raise OSError(f"cannot listen at {host}:{port}: {why}; choose another port") from None
 
 
 class Service:
@@ -228,7 +229,9 @@ class Service:
             for number in (signal.SIGINT, signal.SIGTERM):
                 signal.signal(number, signal.SIG_IGN)
         self.drain()
-        self._stack.close()
+        # Ray prints that its controller, which is ended here, has failed.
+        with contextlib.redirect_stdout(io.StringIO()):
+            self._stack.close()
 
     def drain(self) -> None:
         """Takes no further request and waits until those that were taken are answered."""
@@ -304,5 +307,6 @@ class Service:
             if found.status == "RUNNING":
                 return
             if found.status in ("DEPLOY_FAILED", "UNHEALTHY") or time.monotonic() > end:
-                raise RuntimeError(f"the service is {found.status}: {found.message}")
+                reasons = [found.message, *(one.message for one in found.deployments.values())]
+                raise RuntimeError(f"the service is {found.status.value}: {' '.join(reasons)}")
             time.sleep(0.1)
