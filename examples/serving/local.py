@@ -115,7 +115,7 @@ def _haproxy(folder: str, settings: Settings) -> dict[str, str]:
     files.mkdir()
     start, refusal = files / "start", files / "503.http"
     refusal.write_text(REFUSAL, newline="")
-    # Two full batches for each call side by side: one is computed, one waits.
+    # What two full calls hold for each call side by side: one is computed, one waits.
     most = 2 * settings.users[-1] * settings.concurrent
     binary = get_haproxy_binary()
     text = HAPROXY.format(binary=binary, most=most, refusal=refusal, refuse=REFUSE, cut=CUT)
