@@ -86,7 +86,7 @@ class Placement:
         Raises ValueError if there is no device at a position, or a position occurs twice.
         """
         for position, device in enumerate(devices):
-            check_integer(f"devices[{position}]", device)
+            _check_integer(f"devices[{position}]", device)
         chosen = set(devices)
         if len(chosen) < len(devices) or not chosen <= set(range(len(self.users))):
             expected = f"expected different ones in [0, {len(self.users)})"
@@ -208,10 +208,10 @@ def _check(
     if index.size and not np.issubdtype(index.dtype, np.integer):
         raise ValueError(f"cand_to_user has dtype {index.dtype}, expected integers")
     # The placement names users, and counts rows, in int32.
-    check_integer("num_users", num_users, 0, np.iinfo(np.int32).max)
-    check_integer("num_devices", num_devices, 1, MOST_DEVICES)
+    _check_integer("num_users", num_users, 0, np.iinfo(np.int32).max)
+    _check_integer("num_devices", num_devices, 1, MOST_DEVICES)
     for name, value in (("multiple_of", multiple_of), ("users_multiple_of", users_multiple_of)):
-        check_integer(name, value, 1, MOST_ROWS // num_devices)
+        _check_integer(name, value, 1, MOST_ROWS // num_devices)
     wrong = np.flatnonzero((index < 0) | (index >= num_users))  # type: ignore[operator]
     if wrong.size:
         raise ValueError(
@@ -219,10 +219,9 @@ def _check(
         )
 
 
-def check_integer(
+def _check_integer(
     name: str, value: object, least: float = -math.inf, most: float = math.inf
 ) -> None:
-    """Raises ValueError unless a value is an integer from `least` to `most`."""
     if not isinstance(value, (int, np.integer)) or isinstance(value, bool):
         raise ValueError(f"{name} is {value!r}, expected an integer")
     if value < least:

@@ -22,6 +22,13 @@ class BadRequestError(ValueError):
     """Reports that a request does not fit the scorer; the message names both values."""
 
 
+def check_size(name: str, size: Any, least: int = 1) -> None:
+    """Raises ValueError unless a size is an integer of at least `least`."""
+    is_integer = isinstance(size, (int, np.integer)) and not isinstance(size, bool)
+    if not is_integer or size < least:
+        raise ValueError(f"{name} is {size!r}, expected an integer of at least {least}")
+
+
 @dataclasses.dataclass(frozen=True)
 class Request:
     """Holds one user and the candidates to score for this user.

@@ -10,8 +10,7 @@ import jax
 import numpy as np
 import numpy.typing as npt
 
-from ikbo_jax.placement import check_integer
-from ikbo_jax.serving.batches import BadRequestError, Tree
+from ikbo_jax.serving.batches import BadRequestError, Tree, check_size
 
 Index = npt.NDArray[np.int32]
 
@@ -73,7 +72,7 @@ class PagePool:
 
     def __init__(self, rows: Tree, max_bytes: int, *, page: int = 128, most: int = 32) -> None:
         for name, size in (("max_bytes", max_bytes), ("page", page), ("most", most)):
-            check_integer(name, size, 1)
+            check_size(name, size)
         self._rows = jax.tree.leaves(rows)
         if not self._rows:
             raise ValueError(f"rows are {rows!r:.80}, expected at least 1 array")
@@ -158,7 +157,7 @@ class PagePool:
                 f"{len(counts)} counts; expected equal numbers"
             )
         for position, count in enumerate(counts):
-            check_integer(f"counts[{position}]", count, 0)
+            check_size(f"counts[{position}]", count, 0)
         for key, count in zip(keys, counts, strict=True):
             before = self._histories[key].length if key in self._histories else 0
             if self._pages(before + count) > self.most:

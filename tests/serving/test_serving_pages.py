@@ -71,7 +71,7 @@ def test_three_times_as_many_users_with_log_normal_histories_fit_as_in_fixed_row
     [
         ([1, 1], [1, 1], serving.BadRequestError, "2 users, of which 1 differ"),
         ([1], [1, 1], serving.BadRequestError, "1 users, .* and 2 counts"),
-        ([1, 2], [4, -1], ValueError, r"counts\[1\] is -1, expected at least 0"),
+        ([1, 2], [4, -1], ValueError, r"counts\[1\] is -1, expected an integer of at least 0"),
         ([1], [1.5], ValueError, r"counts\[0\] is 1.5, expected an integer"),
         ([1], [13], serving.BadRequestError, "would have 13 positions, at most 12"),
         ([1, 2, 3], [12] * 3, ValueError, "need 9 pages but the pool has 6"),
@@ -91,7 +91,7 @@ def test_growth_that_does_not_fit_changes_nothing(keys, counts, error, message):
 
 def test_wrong_sizes_are_refused():
     for page in (0, "64", None, True):
-        with pytest.raises(ValueError, match=f"page is {page!r}, expected "):
+        with pytest.raises(ValueError, match=f"page is {page!r}, expected an integer of"):
             pool(page=page)
     with pytest.raises(ValueError, match="rows are None, expected at least 1 array"):
         serving.PagePool(None, 10**6)
