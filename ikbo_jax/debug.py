@@ -116,11 +116,11 @@ def _check_size(name: str, value: Any) -> None:
 
 def _check_range(name: str, values: Any, largest: int, interval: str, plural: str) -> None:
     """Checks 0 <= values <= largest immediately, or under checkify if the values are traced."""
-    if not jnp.issubdtype(getattr(values, "dtype", np.dtype(object)), jnp.integer):
-        raise TypeError(
-            f"{name} must be an array of integers, but is "
-            f"{getattr(values, 'dtype', type(values).__name__)}"
-        )
+    # A `jax.ShapeDtypeStruct` has a dtype, but no values.
+    dtype = getattr(values, "dtype", None) if hasattr(values, "__array__") else None
+    if dtype is None or not jnp.issubdtype(dtype, jnp.integer):
+        found = dtype or type(values).__name__
+        raise TypeError(f"{name} must be an array of integers, but is {found}")
     place = f"{name}[{{place}}]"
     if isinstance(values, jax.core.Tracer):
         values, place = jnp.ravel(values), f"{name}.ravel()[{{place}}]"

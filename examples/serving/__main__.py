@@ -20,12 +20,12 @@ import rich.console
 from examples.serving import alone, growth, local, models, plans, records
 from examples.serving.settings import Settings
 
-ERRORS = rich.console.Console(stderr=True)
+ERRORS = rich.console.Console(stderr=True, highlight=False, markup=False, emoji=False)
 
 
 def say(text: str) -> None:
     """Prints a line about progress."""
-    ERRORS.print(text, highlight=False, soft_wrap=True)
+    ERRORS.print(text, soft_wrap=True)
 
 
 def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -220,8 +220,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.command == "serve":
         try:
             serve(options)
-        except OSError as error:
-            say(f"{error}; --port chooses another one, 0 a free one")
+        except (OSError, RuntimeError, ValueError) as error:
+            say(str(error))
             return 1
     elif options.command == "configuration":
         return configure(settings_of(options))

@@ -1,7 +1,8 @@
 """The scorer as a deployment of Ray Serve.
 
-HTTP, replicas, batching, queues, autoscaling, health checks and updates are Ray Serve's; this file
-connects them to `ikbo_jax.serving.Scorer`.
+HTTP, replicas, queues, autoscaling, health checks and updates are Ray Serve's; this file connects
+them to `ikbo_jax.serving.Scorer`. It merges requests to calls itself: `serve.batch` closes a batch
+though no call is free for it, and moves a request that does not fit behind all others.
 """
 
 import asyncio
@@ -10,7 +11,6 @@ import gc
 import logging
 import os
 import time
-from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -33,24 +33,19 @@ LOGGER = logging.getLogger("ray.serve")
 
 @dataclasses.dataclass
 class Item:
-    """A request that waits for its batch.
+    """A request that waits for its call.
 
     Attributes:
       request: the request.
       until: the time until which its answer is of use; 0 if nobody waits for it.
+      due: the time at which its call starts though it is not full.
+      answer: the answer, or an error, when the call has ended.
     """
 
     request: serving.Request
     until: float
-
-
-class Late(TimeoutError):
-    """The answer would come after the deadline."""
-
-
-def number_of_candidates(items: Sequence[Item]) -> int:
-    """The size of a batch: a batch is full when its candidates fill the largest bucket."""
-    return sum(item.request.size for item in items)
+    due: float
+    answer: asyncio.Future[Any]
 
 
 class Ranking:
@@ -68,14 +63,8 @@ class Ranking:
         self.counts = dict.fromkeys(("answered", "refused", "late", "scored", "wasted"), 0)
         # The event loop goes on reading requests while threads score.
         self.threads = ThreadPoolExecutor(settings.concurrent)
-        # Ray Serve has no call that changes the number of concurrent batches later.
-        batch = serve.batch(
-            max_batch_size=settings.candidates[-1],
-            batch_wait_timeout_s=settings.wait_ms / 1000,
-            max_concurrent_batches=settings.concurrent,
-            batch_size_fn=number_of_candidates,
-        )
-        self.merge: Callable[[Item], Awaitable[Any]] = batch(self.score)
+        self.waiting: list[Item] = []
+        self.calls: set[asyncio.Task[None]] = set()
         self.gauges = {
             name: metrics.Gauge(f"ikbo_{name}", description=f"{name} of the scorer")
             for name in (
@@ -121,28 +110,57 @@ class Ranking:
         if isinstance(answer, Exception):
             raise answer
 
-    async def score(self, items: list[Item]) -> list[Any]:
-        """Answers, or errors, of requests; those that nobody waits for are not scored."""
+    def start_calls(self) -> None:
+        """Starts calls, as full as the requests that wait can make them.
+
+        A call that is not full starts when its first request is due. What nobody waits for is
+        dropped.
+        """
+        now = time.monotonic()
+        self.waiting = [item for item in self.waiting if item.until > now]
+        while self.waiting and len(self.calls) < self.settings.concurrent:
+            most = self.settings.batch * self.settings.candidates[-1]
+            items: list[Item] = []
+            left: list[Item] = []
+            for item in self.waiting:
+                fits = not items or item.request.size <= most
+                (items if fits else left).append(item)
+                most -= item.request.size if fits else 0
+            if not left and most > 0 and now < items[0].due:
+                return
+            self.waiting = left
+            self.calls.add(call := asyncio.create_task(self.score(items)))
+            call.add_done_callback(self.ended)
+
+    def ended(self, call: asyncio.Task[None]) -> None:
+        """Starts the next call after one that has ended."""
+        self.calls.remove(call)
+        self.start_calls()
+
+    async def score(self, items: list[Item]) -> None:
+        """Scores requests in one call."""
         start = time.monotonic()
-        waiting = [item for item in items if item.until > start]
-        if not waiting:
-            return [Late() for _ in items]
-        requests = [item.request for item in waiting]
+        requests = [item.request for item in items]
         loop = asyncio.get_running_loop()
-        answers = await loop.run_in_executor(self.threads, self.scorer.rank, requests)
+        try:
+            answers = await loop.run_in_executor(self.threads, self.scorer.rank, requests)
+        except Exception as error:
+            answers = [error] * len(items)
         self.admission.measured([one.size for one in requests], time.monotonic() - start)
-        self.counts["scored"] += len(waiting)
-        self.counts["wasted"] += sum(not item.until for item in waiting)
-        found = dict(zip(map(id, waiting), answers, strict=True))
-        return [found.get(id(item)) or Late() for item in items]
+        self.counts["scored"] += len(items)
+        self.counts["wasted"] += sum(not item.until for item in items)
+        for item, answer in zip(items, answers, strict=True):
+            if not item.answer.done():
+                item.answer.set_result(answer)
 
     async def __call__(self, request: Request) -> Response:
         """Ray Serve calls this for every request of HTTP."""
-        allowed = {"/rank": "POST", "/metrics": "GET"}.get(request.url.path)
+        path = request.scope["path"]
+        allowed = {"/rank": "POST", "/metrics": "GET"}.get(path)
         if allowed is None:
-            return refusal(404, f"no {request.url.path}; there are POST /rank and GET /metrics")
+            return refusal(404, f"no {path}; there are POST /rank and GET /metrics")
         if request.method != allowed:
-            reason = f"{request.method} {request.url.path}, expected {allowed}"
+            reason = f"{request.method} {path}, expected {allowed}"
             return refusal(405, reason, Allow=allowed)
         return JSONResponse(self.numbers()) if allowed == "GET" else await self.rank(request)
 
@@ -163,17 +181,26 @@ class Ranking:
         except serving.BadRequestError as error:
             return refusal(422, error)
         limit = min(body.timeout_ms or settings.timeout_ms, settings.timeout_ms) / 1000
-        left = start + limit - time.monotonic()
+        now, loop = time.monotonic(), asyncio.get_running_loop()
+        left, wait = start + limit - now, settings.wait_ms / 1000
         if seconds := self.admission.admit(wanted.size, left):
             self.counts["refused"] += 1
             return early.busy(seconds)
+        item = Item(wanted, start + limit, now + wait, loop.create_future())
+        self.waiting.append(item)
+        self.start_calls()
+        # A timer may be 1 ms early.
+        loop.call_later(wait + 0.001, self.start_calls)
         try:
-            answer = await self.answer(Item(wanted, start + limit), left)
-        finally:
-            self.admission.done(wanted.size)
-        if isinstance(answer, Late):
+            async with asyncio.timeout(left):
+                answer = await item.answer
+        except TimeoutError:
             self.counts["late"] += 1
             return refusal(504, f"no scores after {1000 * limit:g} ms")
+        finally:
+            # The client may also have closed the connection: then Ray cancels this call.
+            item.until = 0
+            self.admission.done(wanted.size)
         if isinstance(answer, serving.BadRequestError):
             return refusal(422, answer)
         if isinstance(answer, Exception):
@@ -188,20 +215,6 @@ class Ranking:
         seconds = self.admission.excess(size, self.settings.timeout_ms / 1000)
         self.counts["refused"] += seconds > 0
         return seconds
-
-    async def answer(self, item: Item, left: float) -> Any:
-        """The answer of a request that was admitted, or `Late` after `left` seconds."""
-        try:
-            async with asyncio.timeout(left):
-                if self.settings.batch:
-                    return await self.merge(item)
-                (answer,) = await self.score([item])
-                return answer
-        except TimeoutError:
-            return Late()
-        finally:
-            # The client may also have closed the connection: then Ray cancels this call.
-            item.until = 0
 
     def publish(self) -> dict[str, Any]:
         """Gives the scorer's counts to Ray's metrics; returns them."""

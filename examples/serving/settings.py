@@ -70,6 +70,10 @@ class Settings:
     sticky: bool = False
     health_s: float = 2
 
+    def __post_init__(self) -> None:
+        if not 0 < self.replicas[0] <= self.replicas[-1] or len(self.replicas) > 2:
+            raise ValueError(f"replicas are {self.replicas}, expected one, or least and most")
+
     @property
     def limit_s(self) -> float:
         """Seconds after which Ray gives a request up; a replica does so before."""

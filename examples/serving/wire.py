@@ -58,8 +58,12 @@ async def received(request: Request, most: int, seconds: float) -> bytes:
     """Receives a body, of which no more is read than it may have.
 
     Raises:
-      BodyError: if it has more than `most` bytes (413), or has not come after `seconds` (408).
+      BodyError: if it is compressed (415), has more than `most` bytes (413), or has not come after
+        `seconds` (408).
     """
+    coding = request.headers.get("content-encoding", "identity")
+    if coding.lower() != "identity":
+        raise BodyError(415, f"Content-Encoding is {coding:.80}, expected none")
     length = request.headers.get("content-length", "0")
     if length.isdecimal() and int(length[:20]) > most:
         raise BodyError(
@@ -118,7 +122,8 @@ def read(content_type: str, body: bytes) -> Body:
         found = error.errors(include_url=False)[0]
         where = ".".join(str(part) for part in found["loc"]) or "the body"
         # `str` of a nest of 900 lists would be too deep.
-        message = f"{where:.80} is {reprlib.repr(found['input'])}: {found['msg']}"
+        value = "missing" if found["type"] == "missing" else reprlib.repr(found["input"])
+        message = f"{where:.80} is {value}: {found['msg']}"
         raise BodyError(422, message) from None
     except ValueError as error:
         # A name with half of a surrogate pair is no Unicode.

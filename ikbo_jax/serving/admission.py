@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from ikbo_jax.serving.batches import Buckets
+from ikbo_jax.serving.batches import Buckets, check_size
 
 #: Share of the seconds left that a request may wait for its call. Times of calls change by up to 2x
 #: when another process takes a core; a longer queue would make no call fuller.
@@ -36,6 +36,7 @@ class Admission:
     def __init__(
         self, buckets: Buckets, seconds: Mapping[tuple[int, int], float], concurrent: int = 1
     ) -> None:
+        check_size("concurrent", concurrent)
         self._buckets, self._seconds, self._concurrent = buckets, dict(seconds), concurrent
         self._full = self._seconds[buckets.largest]
         self._measured = self._worked = self._full

@@ -22,6 +22,13 @@ class BadRequestError(ValueError):
     """Reports that a request does not fit the scorer; the message names both values."""
 
 
+def check_size(name: str, size: Any, least: int = 1) -> None:
+    """Raises ValueError unless a size is an integer of at least `least`."""
+    is_integer = isinstance(size, (int, np.integer)) and not isinstance(size, bool)
+    if not is_integer or size < least:
+        raise ValueError(f"{name} is {size!r}, expected an integer of at least {least}")
+
+
 @dataclasses.dataclass(frozen=True)
 class Request:
     """Holds one user and the candidates to score for this user.
@@ -73,7 +80,7 @@ class Buckets:
         for name in ("candidates", "users", "new_users"):
             sizes = getattr(self, name)
             are_integers = isinstance(sizes, Sequence) and all(
-                isinstance(size, (int, np.integer)) for size in sizes
+                isinstance(size, (int, np.integer)) and not isinstance(size, bool) for size in sizes
             )
             if not are_integers or not sizes or sizes[0] < 1 or list(sizes) != sorted(set(sizes)):
                 raise ValueError(f"{name} is {sizes}, expected ascending sizes of at least 1")

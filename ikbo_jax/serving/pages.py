@@ -10,7 +10,7 @@ import jax
 import numpy as np
 import numpy.typing as npt
 
-from ikbo_jax.serving.batches import BadRequestError, Tree
+from ikbo_jax.serving.batches import BadRequestError, Tree, check_size
 
 Index = npt.NDArray[np.int32]
 
@@ -72,9 +72,7 @@ class PagePool:
 
     def __init__(self, rows: Tree, max_bytes: int, *, page: int = 128, most: int = 32) -> None:
         for name, size in (("max_bytes", max_bytes), ("page", page), ("most", most)):
-            is_integer = isinstance(size, (int, np.integer)) and not isinstance(size, bool)
-            if not is_integer or size < 1:
-                raise ValueError(f"{name} is {size!r}, expected an integer of at least 1")
+            check_size(name, size)
         self._rows = jax.tree.leaves(rows)
         if not self._rows:
             raise ValueError(f"rows are {rows!r:.80}, expected at least 1 array")
@@ -127,9 +125,9 @@ class PagePool:
           counts: number of further rows of every user.
 
         Raises:
-          BadRequestError: if a user occurs twice, a count is negative, or a history would need more
-            than `most` pages.
-          ValueError: if the pages of these users are more than the pool has.
+          BadRequestError: if a user occurs twice, or a history would need more than `most` pages.
+          ValueError: if a count is no integer of at least 0, or the users need more pages than the
+            pool has.
         """
         self._check(keys, counts)
         self._make_room(keys, counts)
@@ -158,8 +156,8 @@ class PagePool:
                 f"there are {len(keys)} users, of which {len(set(keys))} differ, and "
                 f"{len(counts)} counts; expected equal numbers"
             )
-        if min(counts, default=0) < 0:
-            raise BadRequestError(f"a count is negative: the counts are {list(counts)}")
+        for position, count in enumerate(counts):
+            check_size(f"counts[{position}]", count, 0)
         for key, count in zip(keys, counts, strict=True):
             before = self._histories[key].length if key in self._histories else 0
             if self._pages(before + count) > self.most:

@@ -99,12 +99,14 @@ def specs_of(model: Model, weights: Tree, user: Tree, candidate: Tree) -> Specs:
 
 def checked_shapes(weights: Tree, **features: Tree) -> Tree:
     """Returns the specs of weights; raises ValueError if these or the features cannot be used."""
-    for path, leaf in jax.tree_util.tree_leaves_with_path(weights):
-        if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
-            raise ValueError(
-                f"weights{jax.tree_util.keystr(path)} must be an array, but is a "
-                f"{type(leaf).__name__}, {leaf!r:.80}"
-            )
+    for name, tree in {"weights": weights, **features}.items():
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+            if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
+                expected = "an array or a jax.ShapeDtypeStruct" if name in features else "an array"
+                raise ValueError(
+                    f"{name}{jax.tree_util.keystr(path)} must be {expected}, but is a "
+                    f"{type(leaf).__name__}, {leaf!r:.80}"
+                )
     candidate = features["candidate"]
     if not jax.tree.leaves(candidate):
         raise ValueError(

@@ -13,7 +13,15 @@ import numpy.typing as npt
 
 from ikbo_jax.serving.answers import PendingScores
 from ikbo_jax.serving.base import BatchScorer, seconds_of
-from ikbo_jax.serving.batches import BadRequestError, Batch, Buckets, Form, Tree, check_hashable
+from ikbo_jax.serving.batches import (
+    BadRequestError,
+    Batch,
+    Buckets,
+    Form,
+    Tree,
+    check_hashable,
+    check_size,
+)
 from ikbo_jax.serving.packing import Column, Packing, fill
 from ikbo_jax.serving.programs import Model, Programs, check_finite, specs_of
 
@@ -117,6 +125,7 @@ class UserCache:
     """
 
     def __init__(self, max_bytes: int, row_bytes: int, least: int) -> None:
+        check_size("user_bytes", max_bytes, 0)
         self.slots = max_bytes // row_bytes if row_bytes else least
         if self.slots < least:
             raise ValueError(

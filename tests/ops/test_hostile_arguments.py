@@ -310,10 +310,12 @@ def test_good_arrays_pass(as_array, check, values, arguments) -> None:
     assert check(as_array(np.asarray(values, np.int32)), *arguments) is None
 
 
-@pytest.mark.parametrize("wrong", [[0, 1], np.zeros(2, np.float32), None])
+@pytest.mark.parametrize(
+    "wrong", [[0, 1], np.zeros(2, np.float32), None, jax.ShapeDtypeStruct((2,), np.int32)]
+)
 @pytest.mark.parametrize("check", [check_index, check_offsets])
 def test_not_an_array_of_integers(check, wrong) -> None:
-    kind = getattr(wrong, "dtype", "")
+    kind = wrong.dtype if isinstance(wrong, np.ndarray) else type(wrong).__name__
     with pytest.raises(TypeError, match=f"array of integers, but is {kind}"):
         check(wrong, 3)
 

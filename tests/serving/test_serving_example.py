@@ -348,8 +348,10 @@ frontend prometheus
     bind *:9101
     acl healthcheck path -i /-/healthz
     http-request return status 200 string "success" if healthcheck backend_http-a_server_up
+    use_backend http-a if is_http-a
 defaults
     timeout connect 5s
+    log global
     errorfile 502 /a/500.http
     errorfile 503 /a/500.http
 backend default_backend
@@ -358,8 +360,8 @@ backend default_backend
     server SERVE_PROXY_ACTOR-fallback-b 127.0.0.1:35709 check backup
 """
     (tmp_path / "cfg").write_text(written)
-    fields = {"binary": "/bin/true", "refusal": "/b/503.http", "cut": local.CUT}
-    script = local.HAPROXY.format(most=64, **fields)
+    fields = {"binary": "/bin/true", "refusal": "/b/503.http", "refuse": local.REFUSE}
+    script = local.HAPROXY.format(most=64, cut=local.CUT, **fields)
     subprocess.run(["sh", "-c", script, "sh", "-db", "-f", str(tmp_path / "cfg")], check=True)
     assert (tmp_path / "cfg").read_text().splitlines() == [
         *("frontend prometheus", "    bind 127.0.0.1:9101"),
@@ -370,8 +372,10 @@ backend default_backend
         f"http-response return status 502 if {local.CUT}",
         '    http-request return status 200 string "success" if healthcheck '
         "backend_http-a_server_up { be_conn_free(http-a) ge 0 }",
+        "http-request return status 503 default-errorfiles if { be_conn_free(http-a) eq 0 }",
+        "    use_backend http-a if is_http-a",
         *("defaults", "timeout http-request 5s", "option http-buffer-request"),
-        *("timeout queue 20ms", "    timeout connect 200ms"),
+        "    timeout connect 200ms",
         *("errorfile 503 /b/503.http", "backend default_backend"),
         "    http-request return status 503 hdr Retry-After 1",
         "    server SERVE_REPLICA_a 127.0.0.1:30000 maxconn 64 check observe layer4",
@@ -408,3 +412,12 @@ def test_an_address_at_which_nobody_can_listen_is_one_sentence():
             local.check_port("127.0.0.1", port)
     with pytest.raises(OSError, match=r"cannot listen at 127.0.0.1:99999: .* 0-65535"):
         local.check_port("127.0.0.1", 99999)
+
+
+def test_arguments_that_make_no_sense_are_one_sentence(capsys):
+    """The last one is also how rich spells an emoji."""
+    for replicas in (["0"], ["3", "1"], ["1", "2", "3"]):
+        assert main(["serve", "--source", "tiny", "--replicas", *replicas]) == 1
+        assert "expected one, or least and most" in capsys.readouterr().err
+    assert main(["serve", "--source", "tiny", "--port", "-1"]) == 1
+    assert "cannot listen at 127.0.0.1:-1: bind()" in capsys.readouterr().err

@@ -71,7 +71,8 @@ def test_three_times_as_many_users_with_log_normal_histories_fit_as_in_fixed_row
     [
         ([1, 1], [1, 1], serving.BadRequestError, "2 users, of which 1 differ"),
         ([1], [1, 1], serving.BadRequestError, "1 users, .* and 2 counts"),
-        ([1, 2], [4, -1], serving.BadRequestError, r"the counts are \[4, -1\]"),
+        ([1, 2], [4, -1], ValueError, r"counts\[1\] is -1, expected an integer of at least 0"),
+        ([1], [1.5], ValueError, r"counts\[0\] is 1.5, expected an integer"),
         ([1], [13], serving.BadRequestError, "would have 13 positions, at most 12"),
         ([1, 2, 3], [12] * 3, ValueError, "need 9 pages but the pool has 6"),
     ],

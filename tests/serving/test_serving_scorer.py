@@ -318,6 +318,7 @@ def test_parts_fill_the_largest_bucket():
         ((4, 8), (1, 9), "has 8 candidates, fewer than its 9 users"),
         ((8.5, 16), (1,), r"candidates is \(8.5, 16\)"),
         (8, (1,), "candidates is 8"),
+        ((True, 16), (1,), r"candidates is \(True, 16\)"),
     ],
 )
 def test_buckets_that_make_no_sense(candidates, users, message):
@@ -347,6 +348,19 @@ def test_a_model_returns_one_array_of_scores(results):
 def test_weights_are_arrays():
     with pytest.raises(ValueError, match=r"weights\['out'\] must be an array, but is a float, 2.0"):
         small.make(scorer_weights=small.weights() | {"out": 2.0})
+
+
+@pytest.mark.parametrize("size", [2.0**20, "1 GB", None, True])
+def test_sizes_are_integers(size):
+    with pytest.raises(ValueError, match=f"user_bytes is {size!r}, expected an integer"):
+        small.make(user_bytes=size)
+    with pytest.raises(ValueError, match=f"concurrent is {size!r}, expected an integer"):
+        serving.Admission(small.BUCKETS, {small.BUCKETS.largest: 1.0}, size)
+
+
+def test_features_are_specs():
+    with pytest.raises(ValueError, match=r"user\[0\] must be an array or .*, but is a int, 5"):
+        serving.Scorer(small.Model(), small.weights(), (5, 8), small.CANDIDATE)
 
 
 def test_a_model_may_keep_no_state():

@@ -2,9 +2,11 @@
 
 import asyncio
 import dataclasses
+import gzip
 import json
 import pathlib
 import re
+import threading
 import time
 import types
 import warnings
@@ -17,7 +19,7 @@ import pytest
 from starlette.requests import Request
 from starlette.responses import Response
 
-from examples.serving import early, models, wire
+from examples.serving import early, wire
 from examples.serving.settings import Settings
 from ikbo_jax import serving
 from ikbo_jax.serving.answers import Answer
@@ -26,17 +28,11 @@ with warnings.catch_warnings():
     # Ray's own, of pydantic.
     warnings.simplefilter("ignore")
     from ray import serve
-    from ray.serve import batching
 
     from examples.serving import app
 
-# It asks for an event loop, and the one of this file is closed by then.
-del batching._BatchQueue.__del__
-
 PAGE = pathlib.Path(__file__).resolve().parents[2] / "docs" / "serving.md"
 MOST = 32
-#: `serve.batch` belongs to the event loop of its first request.
-LOOP = asyncio.new_event_loop()
 SETTINGS = Settings(
     source="tiny",
     candidates=(MOST,),
@@ -55,39 +51,35 @@ def ranking() -> Iterator[app.Ranking]:
     """A replica that no engine has started."""
     with pytest.MonkeyPatch.context() as patched:
         name = types.SimpleNamespace(unique_id="a")
-        config = types.SimpleNamespace(max_ongoing_requests=SETTINGS.ongoing)
-        context = types.SimpleNamespace(replica_id=name, _deployment_config=config)
+        context = types.SimpleNamespace(replica_id=name)
         patched.setattr(serve, "get_replica_context", lambda: context)
         patched.setattr(app.metrics, "Gauge", lambda *a, **k: types.SimpleNamespace(set=float))
         yield app.Ranking(SETTINGS)
-    waiting = asyncio.all_tasks(LOOP)
-    for task in waiting:
-        task.cancel()
-    LOOP.run_until_complete(asyncio.gather(*waiting, return_exceptions=True))
-    LOOP.close()
 
 
-def asked(ranking, *bodies, method="POST", path="/rank", ends=True):
+async def sent(ranking, body, headers, *, method="POST", path="/rank", ends=True) -> Response:
+    """The answer to a request."""
+    parts = [body[n : n + 1000] for n in range(0, len(body), 1000)] or [b""]
+
+    async def receive() -> dict[str, Any]:
+        if not parts:
+            await asyncio.sleep(60)
+        part = parts.pop(0)
+        return {"type": "http.request", "body": part, "more_body": bool(parts) or not ends}
+
+    pairs = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
+    scope = {"type": "http", "method": method, "path": path, "headers": pairs}
+    return await ranking(Request(scope, receive))
+
+
+def asked(ranking, *bodies, **options):
     """Status, content and headers of the answers to requests that arrive together."""
 
-    async def one(body: bytes, headers: dict[str, str]) -> Response:
-        parts = [body[n : n + 1000] for n in range(0, len(body), 1000)] or [b""]
-
-        async def receive() -> dict[str, Any]:
-            if not parts:
-                await asyncio.sleep(60)
-            part = parts.pop(0)
-            return {"type": "http.request", "body": part, "more_body": bool(parts) or not ends}
-
-        pairs = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
-        scope = {"type": "http", "method": method, "path": path, "headers": pairs}
-        return await ranking(Request(scope, receive))
-
     async def all_of_them() -> list[Any]:
-        return await asyncio.gather(*(one(*body) for body in bodies))
+        return await asyncio.gather(*(sent(ranking, *body, **options) for body in bodies))
 
     found = []
-    for answer in LOOP.run_until_complete(all_of_them()):
+    for answer in asyncio.run(all_of_them()):
         read = msgpack.unpackb if answer.media_type == wire.BINARY else strict
         found.append((answer.status_code, read(bytes(answer.body)), dict(answer.headers)))
     return found
@@ -113,6 +105,8 @@ def as_binary(fields: Any) -> tuple[bytes, dict[str, str]]:
 
 
 GOOD = '{"user": 1, "candidates": [1, 2]}'
+COMPRESSED = as_json(gzip.compress(GOOD.encode()))
+COMPRESSED[1]["Content-Encoding"] = "gzip"
 DEEP = {"brackets": b"[" * 100_000, "names": b'{"a":' * 100_000}
 DEEP |= {"in a field": b'{"user": ' + b"[" * 900 + b"]" * 900 + b', "candidates": [1]}'}
 REFUSED: dict[str, tuple[Any, int, str]] = {
@@ -145,11 +139,12 @@ REFUSED: dict[str, tuple[Any, int, str]] = {
     "unknown item": (wire.ask(3, [1, 500], binary=True), 422, r"candidates\[1\] is 500, .* 200\)"),
     "huge item": (as_json('{"user": 1, "candidates": [1, 9223372036854775808]}'), 422, "cand"),
     "other field": (as_json('{"user": 1, "candidates": [1], "top": 3}'), 422, "top is 3: Extra"),
-    "no field": (as_json('{"user": 1}'), 422, "candidates .*: Field required"),
+    "no field": (as_json('{"user": 1}'), 422, "candidates is missing: Field required"),
     "half an item": (as_binary({"user": 1, "candidates": b"12345"}), 422, "have 5 bytes, expected"),
     "no time": (wire.ask(3, [1], binary=False, timeout_ms=0), 422, "timeout_ms is 0"),
     "other type": ((b"", {"Content-Type": "text/plain"}), 415, "Content-Type is text/plain, exp"),
     "no type": ((b"", {}), 415, "Content-Type is missing"),
+    "compressed": (COMPRESSED, 415, "Content-Encoding is gzip, expected none"),
     "deadline": (wire.ask(3, [1], binary=False, timeout_ms=0.001), 504, "no scores after 0.001"),
 }
 
@@ -262,16 +257,11 @@ def test_goodput_does_not_fall_above_the_capacity(ranking, monkeypatch, overload
         monkeypatch.setattr(ranking, name, value)
     monkeypatch.setattr(ranking.scorer, "rank", slow)
     body, headers = wire.ask(3, [1] * MOST, binary=True)
-    pairs = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
-    scope = {"type": "http", "method": "POST", "path": "/rank", "headers": pairs}
-
-    async def receive() -> dict[str, Any]:
-        return {"type": "http.request", "body": body, "more_body": False}
 
     async def one(at: float) -> tuple[int, float]:
         await asyncio.sleep(at)
         start = time.monotonic()
-        answer = await ranking(Request(scope, receive))
+        answer = await sent(ranking, body, headers)
         return answer.status_code, time.monotonic() - start
 
     async def all_of_them() -> list[tuple[int, float]]:
@@ -279,7 +269,7 @@ def test_goodput_does_not_fall_above_the_capacity(ranking, monkeypatch, overload
         return await asyncio.gather(*(one(n * seconds / number) for n in range(number)))
 
     before = dict(ranking.counts)
-    found = LOOP.run_until_complete(all_of_them())
+    found = asyncio.run(all_of_them())
     counts = {name: ranking.counts[name] - count for name, count in before.items()}
     refused = [latency for status, latency in found if status == 503]
     good = sum(status == 200 and latency <= deadline for status, latency in found)
@@ -307,7 +297,7 @@ def test_a_request_is_refused_before_its_body_is_read(ranking, monkeypatch, kind
     def ask(path: str) -> None:
         headers = [(b"content-type", kind.encode()), (b"content-length", b"400")]
         scope = {"type": "http", "method": "POST", "path": path, "headers": headers}
-        LOOP.run_until_complete(server(scope, None, send))
+        asyncio.run(server(scope, None, send))
 
     assert early.replica is ranking
     ask("/rank")
@@ -326,20 +316,49 @@ def test_a_request_is_refused_before_its_body_is_read(ranking, monkeypatch, kind
     assert passed[-1] == "/rank"
 
 
-def test_what_nobody_waits_for_is_not_scored(ranking):
+def test_calls_are_as_full_as_what_waits_can_make_them(ranking, monkeypatch):
+    """And a request that does not fit comes first in the next call."""
+    calls, start, go = [], ranking.scorer.rank, threading.Event()
+
+    def held(requests: list[serving.Request]) -> list[Any]:
+        calls.append([one.size for one in requests])
+        go.wait(10)
+        return start(requests)
+
+    async def one(at: float, size: int) -> int:
+        await asyncio.sleep(at)
+        answer = await sent(ranking, *wire.ask(1, [1] * size, binary=False))
+        return len(json.loads(bytes(answer.body))["scores"])
+
+    async def all_of_them() -> list[Any]:
+        sizes = [1, 1, 20, 30, 4, 8, 2, 2]
+        waiting = [asyncio.create_task(one(0.01 * n, size)) for n, size in enumerate(sizes)]
+        await asyncio.sleep(0.2)
+        go.set()
+        assert await asyncio.gather(*waiting) == sizes
+        return calls
+
+    monkeypatch.setattr(ranking.scorer, "rank", held)
+    assert asyncio.run(all_of_them()) == [[1], [1], [20, 4, 8], [30, 2], [2]]
+
+
+def test_what_nobody_waits_for_is_not_scored(ranking, monkeypatch):
     """A client that closes its connection, and one whose deadline passes before the batch."""
 
     async def given_up() -> None:
-        item = app.Item(models.request(ranking.source, 1, [1]), 1e18)
-        waiting = asyncio.create_task(ranking.answer(item, 60))
-        await asyncio.sleep(0)
-        waiting.cancel()
-        await asyncio.gather(waiting, return_exceptions=True)
-        assert item.until == 0
-        assert isinstance((await ranking.score([item]))[0], app.Late)
+        bodies = [wire.ask(1, [1], binary=True), wire.ask(1, [1], binary=True, timeout_ms=500)]
+        waiting = [asyncio.create_task(sent(ranking, *body)) for body in bodies]
+        await asyncio.sleep(0.05)
+        waiting[0].cancel()
+        _, late = await asyncio.gather(*waiting, return_exceptions=True)
+        assert late.status_code == 504
+        ranking.calls.clear()
+        ranking.start_calls()
+        assert not ranking.waiting
 
+    monkeypatch.setattr(ranking, "calls", set(range(SETTINGS.concurrent)))
     before = ranking.scorer.metrics.requests, ranking.counts["scored"]
-    LOOP.run_until_complete(given_up())
+    asyncio.run(given_up())
     assert (ranking.scorer.metrics.requests, ranking.counts["scored"]) == before
 
 

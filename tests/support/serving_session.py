@@ -188,12 +188,10 @@ class Session:
 
     async def front_end(self) -> dict[str, Any]:
         """What becomes of HAProxy, and of requests, when it is killed; seconds to an answer."""
-        (haproxy,) = [
-            int(path.parent.name)
-            for path in pathlib.Path("/proc").glob("[0-9]*/cmdline")
-            if str(self.service.folder).encode() in (line := path.read_bytes()) and b"-db" in line
-        ]
-        os.kill(haproxy, signal.SIGKILL)
+        # A second one may still end the connections of its configuration, before the last change.
+        for path in pathlib.Path("/proc").glob("[0-9]*/cmdline"):
+            if str(self.service.folder).encode() in (line := path.read_bytes()) and b"-db" in line:
+                os.kill(int(path.parent.name), signal.SIGKILL)
         start, told = time.monotonic(), []
         while time.monotonic() < start + 100:
             told += (newest := await load.send(self.url, self.plan(rate=4, seconds=1, retries=0)))
