@@ -52,7 +52,7 @@ def gated_linear(
         columns of a row.
       norm_scale: [C], or with `by_head` [N]; bfloat16, float16 or float32; None: 1.
       norm_bias: likewise; None: 0.
-      eps: number above 0 that is added to the variance, or to the mean of the squares.
+      eps: normal float32 number above 0, added to the variance or to the mean of the squares.
       dropout_rate: share in [0, 1) of the numbers of [u, a, u · norm(a)] that become 0 before they
         are multiplied; the others are divided by 1 − dropout_rate.
       dropout_key: key of `jax.random`; None: nothing is dropped. One key drops the same numbers in
@@ -71,8 +71,8 @@ def gated_linear(
 
     Raises:
       ValueError: a rank, size or dtype is wrong; a flag is not a bool; rows have no heads, but
-        `by_head` is set; `norm` is unknown; `eps` is not a finite number above 0; `dropout_rate` is
-        not in [0, 1); `implementation` is unknown.
+        `by_head` is set; `norm` is unknown; `eps` is not a normal float32 number above 0;
+        `dropout_rate` is not in [0, 1); `implementation` is unknown.
       NotImplementedError: implementation="mosaic_gpu", but the kernel cannot run here or does not
         take the sizes or dropout; forward-mode differentiation.
 

@@ -51,7 +51,7 @@ def norm_linear(
       norm: "layer" or "rms".
       norm_scale: [F]; None: 1.
       norm_bias: [F]; None: 0.
-      eps: number above 0 that is added to the variance, or to the mean of the squares.
+      eps: normal float32 number above 0, added to the variance or to the mean of the squares.
       recompute: what the gradient computes again, so that no memory holds it: "projection", the
         groups before an activation other than "identity", by their product; "norm", the normalised
         rows: they always are, since to keep them would move as many bytes.
@@ -69,7 +69,7 @@ def norm_linear(
     Raises:
       ValueError: a rank, size or dtype is wrong; the numbers of weights, biases and activations
         differ, or there is no weight; an activation, the norm or a name in `recompute` is unknown;
-        `eps` is not a finite number above 0; `implementation` is unknown.
+        `eps` is not a normal float32 number above 0; `implementation` is unknown.
       NotImplementedError: implementation="mosaic_gpu", but the kernel cannot run here or does not
         take the sizes; forward-mode differentiation.
 
