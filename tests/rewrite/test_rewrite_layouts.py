@@ -44,6 +44,8 @@ def test_share_removed(name: str) -> None:
     share = (original - cost.program_cost(program).flops) / (original - by_hand)
     assert share >= layout.bar, f"{name}: {share:.2f} of the products are removed"
     assert not set(_shapes(program.jaxpr)).intersection(layout.never)
+    copied = set(_shapes(jax.make_jaxpr(layout.fn)(*args).jaxpr)).intersection(layout.never)
+    assert copied or not layout.never
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
