@@ -5,9 +5,8 @@
 
 Every figure counts useful FLOPs only: no padding, no copies, no keys past a user's length.
 Backward, the gradients of query, key and value for a given cotangent are timed, and five products
-count; what the forward pass leaves for them is computed before. The sweep "given" times forward and
-backward together, on sizes with few queries or few keys. Gradients are compared with the XLA path
-in float32.
+count; what the forward pass leaves for them is computed before. Gradients are compared with the XLA
+path in float32. `benchmarks.production` draws further sizes, and times both directions together.
 """
 
 import dataclasses
@@ -21,7 +20,7 @@ import numpy as np
 
 from benchmarks import harness, production_draws
 from benchmarks.harness import Benchmark, Point
-from benchmarks.production import alternative, checked, measure_versions
+from benchmarks.production import checked, measure_versions
 from benchmarks.production_draws import AttentionShape
 from benchmarks.production_providers import Contender, contenders
 from benchmarks.records import (
@@ -80,23 +79,7 @@ SWEEPS["forward"] = {
 SWEEPS["backward"] = {
     "s": [(f"S={s}", {"kv_len": s}) for s in GRADIENT_BARS],
     "h": [(f"H={h}", {"head_dim": h}) for h in (64, 96, 192, 256)],
-    "index": (
-        ("float16", {"dtype": "float16"}),
-        ("odd counts", {"index": "ragged"}),
-        ("unsorted", {"index": "unsorted"}),
-        ("lengths 1..S", {"has_lengths": True}),
-        ("8:2 heads", {"batch": 512, "users": 8, "q_heads": 8}),
-        ("1:1", {"batch": 256, "users": 256}),
-    ),
 }
-#: B, U, T, heads, S and H of the backward points in "given".
-GIVEN = (
-    (1024, 15, 32, 2, 1024, 128),
-    (2048, 2048, 8, 4, 256, 64),
-    (4096, 512, 1, 4, 512, 64),
-    (10_000, 1, 1, 8, 1024, 64),
-)
-NAMES = (*SWEEPS["forward"], "given")
 #: Bars of our fraction of the matmul, by S.
 FRACTION_BARS = {512: 0.81, 1024: 0.86, 2048: 0.93, 4096: 0.96, 16384: 1.0}
 #: Bar of our speed-up over cuDNN with grouped queries, for S of at most SHORT_S.
@@ -115,9 +98,8 @@ RELATIVE_BARS = {
 }
 #: Bar of our fraction at H = 64.
 NARROW_BAR = 0.75
-#: Bars of the gradient's speed relative to cuDNN's on grouped queries: in "s", and in "given"
-#: relative to the best alternative.
-CUDNN_BAR, GIVEN_BAR = 1.15, 1.0
+#: Bar of the gradient's speed relative to cuDNN's on grouped queries in "s".
+CUDNN_BAR = 1.15
 
 
 def points(sweep: str, direction: str = "forward") -> Iterator[Point]:
@@ -126,11 +108,6 @@ def points(sweep: str, direction: str = "forward") -> Iterator[Point]:
         default = LENGTHS if label == "lengths S/2..S" else DEFAULT
         default = GRADIENT_DEFAULT if direction == "backward" else default
         yield Point(sweep, label, dataclasses.replace(default, **changed), direction)
-    for batch, users, queries, heads, keys, width in GIVEN:
-        if (sweep, direction) == ("given", "backward"):
-            sizes = batch, users, queries, keys, heads, heads, width
-            shape = AttentionShape(*sizes, "bfloat16", "even", has_lengths=False)
-            yield Point(sweep, shape.label, shape, "both")
 
 
 def shrink(point: Point) -> Point:
@@ -188,11 +165,9 @@ def bars(point: Record, ours: Record, all_points: Sequence[Record]) -> str:
     found: list[str] = []
     if not is_forward(point):
         fraction_bar = GRADIENT_BARS.get(problem["kv_len"]) if sweep == "s" else None
-        best = alternative(point) if sweep == "given" else grouped
-        speed_bar = {"given": GIVEN_BAR, "s": CUDNN_BAR}.get(sweep)
-        words = "" if best is None else best["name"]
-        found = [of_fraction(ours, fraction_bar), faster(ours, best, words, speed_bar)]
-        return listed(*found)
+        speed_bar = CUDNN_BAR if sweep == "s" else None
+        speed = faster(ours, grouped, "grouped-cudnn", speed_bar)
+        return listed(of_fraction(ours, fraction_bar), speed)
     kv_len, is_narrow = problem["kv_len"], sweep == "h" and problem["head_dim"] == 64
     if sweep == "s":
         bar = FRACTION_BARS.get(kv_len) if problem["dtype"] == "bfloat16" else None
@@ -214,7 +189,7 @@ def bars(point: Record, ours: Record, all_points: Sequence[Record]) -> str:
 
 BENCHMARK = Benchmark(
     "attention",
-    NAMES,
+    tuple(SWEEPS["forward"]),
     harness.of_directions(points),
     shrink,
     measure_point,

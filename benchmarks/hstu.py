@@ -106,22 +106,16 @@ def _drawn(number: int) -> Iterator[Masked]:
         yield shape
 
 
-def _causal(activation: str, **changes: Any) -> list[Masked]:
-    shapes = (Masked(65_536 // s, s, activation=activation) for s in LENGTHS)
-    return [dataclasses.replace(shape, **changes) for shape in shapes]
+def _causal(activation: str) -> list[Masked]:
+    return [Masked(65_536 // s, s, activation=activation) for s in LENGTHS]
 
 
-#: Layers: the bars' shape; other widths; other numbers of tokens: 10k, 28k and 198k.
+#: The bars' shapes of layers and of attention, and drawn shapes of attention.
 SWEEPS: dict[str, Sequence[Hstu | Phoenix | Masked]] = {
     "default": [Hstu()],
-    "widths": [Hstu(width=256, heads=2), Hstu(width=1024, heads=8)],
-    "tokens": [Hstu(batch=batch) for batch in (3, 10, 64)],
     "phoenix": [Phoenix(batch=32, layers=1), Phoenix()],
     "causal": _causal("silu"),
     "softmax": _causal("softmax"),
-    "narrow": _causal("silu", head_dim=64, heads=8)[::2],
-    "jagged": [Masked(64, 2048, "uniform"), Masked(64, 4096, "log-normal")],
-    "mixes": _causal("silu", targets=64, contextual=4, window=256)[::2],
     "drawn": list(_drawn(40)),
 }
 

@@ -179,9 +179,9 @@ def attention(results: Record) -> dict[str, str]:
     of_others = [(OUR_NAME, ""), ("grouped-cudnn", ATTENTION["grouped-cudnn"])]
     first = "S", lambda p: str(p["problem"]["kv_len"])
     words = (
-        "Gradients of query, key and value for a given cotangent, without the forward pass; "
-        '"given": forward and backward. 2,048 candidates, 64 of a user, T=64, N=K=2, H=128 and '
-        "S=2048, unless the point says otherwise.\n\n"
+        "Gradients of query, key and value for a given cotangent, without the forward pass. 2,048 "
+        "candidates, 64 of a user, T=64, N=K=2, H=128 and S=2048, unless the point says "
+        "otherwise.\n\n"
     )
     gradients = [point for point in results["points"] if not is_forward(point)]
     return {

@@ -1,6 +1,5 @@
 """The benchmarks of gradients of attention and linear compression, on shapes for a CPU."""
 
-import dataclasses
 import json
 import re
 import sys
@@ -26,17 +25,15 @@ SHORT = harness.Protocol(window_s=0.001, rounds=2, matmul_size=64)
 
 
 def test_sizes_and_directions_of_sweeps():
-    of_s, given = (attention.points(sweep, "backward") for sweep in ("s", "given"))
+    of_s = list(attention.points("s", "backward"))
     assert {p.case.kv_len for p in of_s} == set(attention.GRADIENT_BARS)
-    assert {p.direction for p in given} == {"both"}
+    assert {p.direction for p in of_s} == {"backward"}
     batches = {p.problem.batches for p in linear_compression.gradient_points("ratio")}
     assert batches == {(1024, 1024), (128, 1024), (15, 1024), (1, 1024)}
 
 
-@pytest.mark.parametrize("direction", ["backward", "both"])
-def test_right_versions_are_right_and_wrong_ones_are_found(monkeypatch, direction):
-    point = attention.shrink(next(attention.points("index", "backward")))
-    point = dataclasses.replace(point, direction=direction)
+def test_right_versions_are_right_and_wrong_ones_are_found(monkeypatch):
+    point = attention.shrink(next(attention.points("h", "backward")))
     makers = production_providers.contenders(point.case)
 
     def spoiled():
@@ -48,7 +45,7 @@ def test_right_versions_are_right_and_wrong_ones_are_found(monkeypatch, directio
     measured = attention.measure_point(point, run)
     ok = {record["name"]: record.get("ok") for record in measured["providers"]}
     assert (ok["ikbo"], ok["xla"], ok["spoiled"]) == (True, True, False)
-    assert measured["useful_flops"] == harness.ATTENTION_WORK[direction] * point.case.flops
+    assert measured["useful_flops"] == harness.ATTENTION_WORK["backward"] * point.case.flops
     (grouped,) = (r for r in measured["providers"] if r["name"] == "grouped-cudnn")
     assert "cuDNN needs a GPU" in grouped["skipped"]
 

@@ -21,7 +21,7 @@ def test_a_run_in_small(tmp_path):
         assert "x masked, bars 1." in hstu.bars(point, points)
 
 
-@pytest.mark.parametrize("sweep", ["mixes", "phoenix"])
+@pytest.mark.parametrize("sweep", ["drawn", "phoenix"])
 def test_a_run_with_other_masks_in_small(tmp_path, monkeypatch, sweep):
     monkeypatch.setitem(hstu.SWEEPS, sweep, hstu.SWEEPS[sweep][-1:])
     out = tmp_path / "hstu.json"

@@ -127,7 +127,6 @@ BAD_MERGES = {
         (OUT, LSE, OUT, LSE.astype(BF16)),
         "lse2 must be a float32 array, but is bfloat16[7, 2, 4]",
     ),
-    "lse_none": ((OUT, None, OUT, LSE), "lse1 must be a float32 array, but is None"),
     "lse_shape": (
         (OUT, LSE.mT, OUT, LSE),
         "lse1 has shape (7, 4, 2) but out1 has shape (7, 2, 4, 8)",

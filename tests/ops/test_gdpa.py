@@ -10,7 +10,7 @@ import numpy as np
 import problems
 import problems_gdpa
 import pytest
-from problems_gdpa import OUTPUT_SCALE, SCALE, SHAPES, Shape
+from problems_gdpa import OUTPUT_SCALE, SCALE, SHAPES, Shape, value_and_gradients
 
 import ikbo_jax as ikbo
 from ikbo_jax.ops import dispatch, gdpa_backward
@@ -30,12 +30,6 @@ def attend(arrays: Arrays, **options: Any) -> jax.Array:
     options = {"scale": SCALE, "output_scale": OUTPUT_SCALE, **options}
     broadcast_q = arrays.cu_seqlens_q is None
     return ikbo.gdpa(*arrays[:5], q_to_kv=arrays.q_to_kv, broadcast_q=broadcast_q, **options)
-
-
-def value_and_gradients(run, arrays: Arrays, d_out: jax.Array) -> tuple:
-    """Out and the gradients of query, key and value."""
-    out, pull_back = jax.vjp(lambda *x: run(Arrays(*x, *arrays[3:])), *arrays[:3])
-    return out, pull_back(d_out.astype(out.dtype))
 
 
 @pytest.mark.parametrize(

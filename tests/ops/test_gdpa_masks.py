@@ -12,7 +12,7 @@ import problems
 import problems_gdpa
 import problems_masks
 import pytest
-from problems_gdpa import Shape
+from problems_gdpa import Shape, value_and_gradients
 from problems_masks import attend
 
 import ikbo_jax as ikbo
@@ -25,11 +25,6 @@ INDEXED = Shape((3, 5, 2), (6, 9), q_to_kv=(1, 0, 1))
 POOLED = Shape(3, (6, 2))
 ACTIVATIONS = ("silu", "softmax")
 ATOL = 1e-5
-
-
-def value_and_gradients(run: Any, arrays: Arrays, d_out: jax.Array) -> tuple:
-    out, pull_back = jax.vjp(lambda *x: run(Arrays(*x, *arrays[3:])), *arrays[:3])
-    return out, pull_back(d_out.astype(out.dtype))
 
 
 def assert_exact(found: tuple, arrays: Arrays, case: problems_masks.Case, d_out: Any) -> None:

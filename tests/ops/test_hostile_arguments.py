@@ -153,9 +153,8 @@ def refused(op: str, changes: dict[str, Any], error: type[Exception] = ValueErro
 
 @pytest.mark.parametrize(("op", "name"), ARGUMENTS)
 def test_none_names_the_argument(op: str, name: str) -> None:
-    text = refused(op, {name: None})
-    assert text.startswith(name)
-    assert "None" in text
+    kind = r"an? (array of shape .*|(int32|float32) array), but is None"
+    assert re.match(rf"{re.escape(name)} must be {kind}", refused(op, {name: None}))
 
 
 @pytest.mark.parametrize("op", ALL)
@@ -209,31 +208,6 @@ def test_numbers_of_numpy_are_integers_and_shapes_are_no_weights() -> None:
     assert ikbo.benchmark(jnp.sin, jnp.ones(2), rounds=np.int64(1), window_s=0.001).ms > 0
     with pytest.raises(ValueError, match="pad_weight takes arrays, but one is a ShapeDtypeStruct"):
         ikbo.pad_weight(jax.ShapeDtypeStruct((2, 3), jnp.bfloat16))
-
-
-TERM = ikbo.Term(ones(4, 5), ones(3, 5, 8))
-
-
-@pytest.mark.parametrize(
-    ("terms", "message"),
-    [
-        (None, "terms must be a sequence of Term, coarsest level first, but is None"),
-        (TERM, "coarsest level first, but is one Term"),
-        ([ones(4, 5)], "terms[0] must be a Term, but is bfloat16[4, 5]: a level's weight [M, K],"),
-        ([None], "terms[0] must be a Term, but is None: a level's weight [M, K], embedding"),
-        (
-            [TERM._replace(weight=ikbo.PaddedWeight(ones(4, 64), "6"))],
-            "terms[0].weight has k='6', but needs an integer K",
-        ),
-        (
-            [TERM._replace(weight=ikbo.PaddedWeight(None, 5))],
-            "terms[0].weight must be an array of shape [M, K], but is a PaddedWeight",
-        ),
-    ],
-)
-def test_terms(terms: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=re.escape(message)):
-        ikbo.multilevel_linear_compression(terms)
 
 
 @pytest.mark.parametrize("size", ["2", None, 2.0, True, -1])

@@ -44,12 +44,22 @@ TERM = ikbo.Term(WEIGHT, ones(3, 4, 8))
 CHILD = ikbo.Term(WEIGHT, ones(6, 4, 8), jnp.zeros(6, jnp.int32))
 BAD_TERMS = {
     "none": ([], "terms must hold at least 1 Term, but holds 0"),
+    "no_sequence": (None, "terms must be a sequence of Term, coarsest level first, but is None"),
+    "one_term": (TERM, "coarsest level first, but is one Term"),
     "not_a_term": ([TERM, (WEIGHT, WEIGHT)], "terms[1] must be a Term, but is a tuple"),
-    "parent_on_first": ([CHILD], "terms[0].parent must be None, but is int32[6]"),
-    "parent_missing": (
-        [TERM, CHILD._replace(parent=None)],
-        "terms[1].parent must be an int32 array, but is None",
+    "an_array": (
+        [WEIGHT],
+        "terms[0] must be a Term, but is bfloat16[10, 4]: a level's weight [M, K], embedding",
     ),
+    "padded_of_text": (
+        [TERM._replace(weight=ikbo.PaddedWeight(ones(10, 64), "6"))],
+        "terms[0].weight has k='6', but needs an integer K",
+    ),
+    "padded_of_nothing": (
+        [TERM._replace(weight=ikbo.PaddedWeight(None, 5))],
+        "terms[0].weight must be an array of shape [M, K], but is a PaddedWeight",
+    ),
+    "parent_on_first": ([CHILD], "terms[0].parent must be None, but is int32[6]"),
     "parent_shape": (
         [TERM, CHILD, CHILD._replace(parent=jnp.zeros(5, jnp.int32))],
         "terms[2].parent has shape (5,) but terms[2].embedding has B=6",

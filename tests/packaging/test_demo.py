@@ -147,17 +147,25 @@ def test_programs_load_again_after_a_change_that_leaves_them_alike(tmp_path, mon
     """A program from JAX's own cache, stored and loaded, lacked its functions on a CPU."""
     request = demo.Request(24, 5, 9, 8, 7, 11, "float32")
 
-    def run_demo() -> None:
+    def first_words() -> set[str]:
+        """Runs the demo; says whether its programs were compiled or loaded."""
+        said: list[str] = []
         jax.clear_caches()  # what was compiled before is in memory
-        demo.run_parts([demo.run(request)], lambda text: None)
+        part = demo.run(request, on_progress=said.append)
+        (report,) = demo.run_parts([part], said.append)
+        assert report.agree
+        assert len(report.measured) == 3
+        words = {word for text in said for word in ("compiling", "loading") if word in text}
+        assert words, said
+        return words
 
     monkeypatch.setattr(demo, "ROUNDS", 1)
     monkeypatch.setattr(demo, "WINDOW_S", 1e-3)
-    run_demo()
+    assert first_words() == {"compiling"}
     real = executables.environment_digest
     monkeypatch.setattr(executables, "environment_digest", lambda tables: b"new" + real(tables))
-    for _ in range(2):
-        run_demo()
+    assert first_words() == {"compiling"}
+    assert first_words() == {"loading"}
 
 
 # Executables that a second demo finds without lowering their programs.

@@ -81,11 +81,8 @@ def ours(arrays: Arrays, settings: Settings, blocks: Any, d_out: jax.Array) -> t
 
 @functools.partial(jax.jit, static_argnums=1)
 def materialised(arrays: Arrays, settings: Settings, d_out: jax.Array) -> tuple:
-    def run(*floats: jax.Array) -> jax.Array:
-        return reference.materialised(Arrays(*floats, *arrays[3:]), settings)
-
-    out, pull_back = jax.vjp(run, *arrays[:3])
-    return out, pull_back(d_out)
+    run = functools.partial(reference.materialised, settings=settings)
+    return problems_gdpa.value_and_gradients(run, arrays, d_out)
 
 
 @pytest.mark.slow

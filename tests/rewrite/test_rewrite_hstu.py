@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from rewrite_basics import check, check_values_and_gradients
+from rewrite_basics import check, check_values_and_gradients, report_of
 
 import ikbo_jax as ikbo
 from ikbo_jax.rewrite.report.cost import program_cost
@@ -128,17 +128,21 @@ def test_what_can_be_saved_is_saved(rows: int, candidates: int) -> None:
     assert original - rewritten >= 0.85 * (original - least_flops(rows, candidates))
 
 
-@pytest.mark.parametrize("spelling", SPELLINGS)
-def test_spellings_have_the_models_values(spelling: str) -> None:
-    args = params(), *request(12, 3)
-    check(lambda fn: fn, model(spelling), *args)
-
-
-@pytest.mark.parametrize("padded", [False, True])
-@pytest.mark.parametrize("mask", MASKS)
-def test_masks_have_the_models_values(mask: str, padded: bool) -> None:
-    args = params(), *request(12, 3)
-    check(lambda fn: fn, model(mask=mask, padded=padded), *args)
+@pytest.mark.parametrize(
+    "choices",
+    [
+        *({"spelling": spelling} for spelling in SPELLINGS),
+        *({"mask": mask, "padded": padded} for mask in MASKS for padded in (False, True)),
+    ],
+    ids=lambda choices: "-".join(map(str, choices.values())),
+)
+def test_every_spelling_and_mask_attends_at_user_batch(choices: dict[str, Any]) -> None:
+    """The values are the model's, of a program that is not the model itself."""
+    fn, args = model(**choices), (params(), *request(12, 3))
+    report = report_of(fn, *args)
+    assert "attention with own tokens" in report.details, report
+    assert report.flops_saved >= 0.6 * flops(fn, *args), report
+    check(lambda fn: fn, fn, *args)
 
 
 def test_gradients_are_the_models() -> None:

@@ -22,6 +22,7 @@ from rewrite_basics import (
     computed,
     gradients_by_all,
     loss,
+    report_of,
 )
 
 import ikbo_jax as ikbo
@@ -44,6 +45,10 @@ def test_share_removed(name: str) -> None:
     share = (original - cost.program_cost(program).flops) / (original - by_hand)
     assert share >= layout.bar, f"{name}: {share:.2f} of the products are removed"
     assert not set(_shapes(program.jaxpr)).intersection(layout.never)
+    copied = set(_shapes(jax.make_jaxpr(layout.fn)(*args).jaxpr)).intersection(layout.never)
+    assert copied or not layout.never
+    report = report_of(layout.fn, *args)
+    assert layout.op in report.details, report
 
 
 @pytest.mark.parametrize("name", LAYOUTS)

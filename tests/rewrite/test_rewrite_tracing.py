@@ -160,6 +160,7 @@ def test_layers_share_the_function_of_an_op() -> None:
 #: one lookup weighs most, and loops over candidates, which become two programs.
 ABOVE = {
     "batch_and_positions_merged": 2.55,
+    "compression_of_repeated_users": 2.75,
     "digitized": 8.8,
     "digitized_features": 7.7,
     "dlrm_of_masked_pairs": 2.85,

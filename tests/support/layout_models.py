@@ -1,5 +1,7 @@
 """Small ranking models in the layouts that ranking teams write, each with its form by hand."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -68,6 +70,66 @@ def ids_of_users_flattened(user_ids, cand_ids, index, table, w_fields):
     users = table[user_ids[index].reshape(-1)].reshape(B, -1)
     cands = table[cand_ids.reshape(-1)].reshape(B, -1)
     return jax.nn.relu(jnp.concatenate([users, cands], axis=1) @ w_fields)
+
+
+# Compression of the embeddings of users and candidates.
+
+
+def _compressed(users, cand_fields, compress):
+    return jax.nn.relu(users + compress[:, F_USER:] @ cand_fields)
+
+
+def _compression_by_hand(user_fields, cand_fields, index, compress):
+    return _compressed((compress[:, :F_USER] @ user_fields)[index], cand_fields, compress)
+
+
+_compression = functools.partial(layout, never=((B, F_USER, D),), op="linear_compression")
+
+
+@_compression("user_fields cand_fields index compress", _compression_by_hand)
+def compression_of_concatenated_fields(user_fields, cand_fields, index, compress):
+    x = jnp.concatenate([user_fields[index], cand_fields], axis=1)
+    return jax.nn.relu(jnp.einsum("bkn,mk->bmn", x, compress))
+
+
+def _repeated_by_hand(user_fields, cand_fields, counts, compress):
+    index = jnp.repeat(jnp.arange(U), counts, total_repeat_length=B)
+    return _compression_by_hand(user_fields, cand_fields, index, compress)
+
+
+@_compression("user_fields cand_fields counts compress", _repeated_by_hand)
+def compression_of_repeated_users(user_fields, cand_fields, counts, compress):
+    users = jnp.repeat(user_fields, counts, axis=0, total_repeat_length=B)
+    return jax.nn.relu(compress @ jnp.concatenate([users, cand_fields], axis=1))
+
+
+@_compression(
+    "user_fields cand_fields compress",
+    lambda user_fields, *rest: _compressed(rest[1][:, :F_USER] @ user_fields[:1], *rest),
+)
+def compression_of_one_user(user_fields, cand_fields, compress):
+    users = jnp.broadcast_to(user_fields[:1], (B, F_USER, D))
+    return jax.nn.relu(compress @ jnp.concatenate([users, cand_fields], axis=1))
+
+
+def _three_by_hand(requests, user_fields, cand_fields, to_request, index, compress_three):
+    of_requests, compress = compress_three[:, :5], compress_three[:, 5:]
+    users = (of_requests @ requests)[to_request] + compress[:, :F_USER] @ user_fields
+    return _compressed(users[index], cand_fields, compress)
+
+
+@layout(
+    "requests user_fields cand_fields to_request index compress_three",
+    _three_by_hand,
+    never=((B, 5 + F_USER, D), (B, F_USER, D), (B, 5, D), (U, 5, D)),
+    op="multilevel_linear_compression",
+)
+def compression_of_three_levels(
+    requests, user_fields, cand_fields, to_request, index, compress_three
+):
+    users = jnp.concatenate([requests[to_request], user_fields], axis=1)
+    x = jnp.concatenate([users[index], cand_fields], axis=1)
+    return jax.nn.relu(jnp.einsum("mk,bkn->bmn", compress_three, x))
 
 
 # Models of fields.

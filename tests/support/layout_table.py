@@ -28,6 +28,7 @@ class Layout(NamedTuple):
       uses: names of the arguments in `arrays`.
       bar: the share of the removable products that `rewrite` must remove.
       never: shapes that the rewritten program must not hold, since they are copies.
+      op: what the report must say that the model became.
     """
 
     name: str
@@ -36,6 +37,7 @@ class Layout(NamedTuple):
     uses: tuple[str, ...]
     bar: float
     never: tuple[tuple[int, ...], ...] = ()
+    op: str = ""
 
     def args(self) -> list[Any]:
         return [arrays()[name] for name in self.uses]
@@ -45,13 +47,18 @@ LAYOUTS: dict[str, Layout] = {}
 
 
 def layout(
-    uses: str, hand: Callable[..., Any], bar: float = 0.9, never: Any = (), name: str = ""
+    uses: str,
+    hand: Callable[..., Any],
+    bar: float = 0.9,
+    never: Any = (),
+    name: str = "",
+    op: str = "",
 ) -> Any:
     """Adds a model to the table by its name, which is the function's if none is given."""
 
     def add(fn: Callable) -> Callable:
         key = name or fn.__name__
-        LAYOUTS[key] = Layout(key, fn, hand, tuple(uses.split()), bar, never)
+        LAYOUTS[key] = Layout(key, fn, hand, tuple(uses.split()), bar, never, op)
         return fn
 
     return add
@@ -87,6 +94,11 @@ def arrays() -> dict[str, Any]:
         "one": normal(1, D),
         "lone": normal(D),
         "index": jnp.asarray(rng.integers(0, U, B), jnp.int32),
+        "counts": jnp.asarray([30, 0, 50, 16], jnp.int32),
+        "requests": normal(2, 5, D),
+        "to_request": jnp.asarray([1, 0, 1, 1], jnp.int32),
+        "compress": weight(F, HIDDEN).T,
+        "compress_three": weight(5 + F, HIDDEN).T,
         "user_fields": normal(U, F_USER, D),
         "cand_fields": normal(B, F_CAND, D),
         "user_ids": ids(U, F_USER),

@@ -90,6 +90,13 @@ def make_arrays(shape: Shape, dtype: Any = "bfloat16", seed: int = 0) -> Arrays:
     )
 
 
+def value_and_gradients(run: Callable[[Arrays], jax.Array], arrays: Arrays, d_out: Any) -> tuple:
+    """Out and the gradients of query, key and value."""
+    others: Any = arrays[3:]
+    out, pull_back = jax.vjp(lambda *x: run(Arrays(*x, *others)), *arrays[:3])
+    return out, pull_back(d_out.astype(out.dtype))
+
+
 def make_settings(
     shape: Shape, activation: str | tuple[str, ...] = "gelu", **rest: Any
 ) -> Settings:

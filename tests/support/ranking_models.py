@@ -38,14 +38,12 @@ def arrays() -> Arrays:
         "cand": _random(B, D) * 4,
         "user_fields": _random(U, F, D) * 2,
         "cand_fields": _random(B, F, D) * 4,
-        "unit": _random(4 * D, D),
         "score": _random(D, 1),
         "square": _random(D, D),
         "wide": _random(D, 3 * D),
         "first": _random(2 * D, D),
         "gates": _random(3, D, 4),
         "experts": _random(4, 2 * D, D) / 4,
-        "capsules": _random(D, 3),
     }
 
 
@@ -82,66 +80,6 @@ def _history(a: Arrays) -> tuple[jax.Array, jax.Array, jax.Array]:
 
 def _softmax(x: jax.Array) -> jax.Array:
     return jax.nn.softmax(x, axis=-1)
-
-
-@_model(0.6, 0.33)
-def din(a: Arrays) -> Any:
-    """The activation unit, without a softmax."""
-    history, item, mask = _history(a)
-    query = jnp.broadcast_to(item[:, None], history.shape)
-    x = jnp.concatenate([query, history, query - history, query * history], axis=-1)
-    weights = (jax.nn.sigmoid(x @ a["unit"]) @ a["score"])[..., 0]
-    return jnp.einsum("bs,bsd->bd", jnp.where(mask, weights, 0), history) @ a["square"]
-
-
-@_model(0.4, 0.3)
-def dien(a: Arrays) -> Any:
-    """A GRU over the history, then a GRU whose update gate attention scales."""
-    history, item, mask = _history(a)
-    w, u = a["wide"], a["wide"] / 2
-
-    def cell(h: Any, x: Any, keep: Any, attention: Any = None) -> Any:
-        update, reset = jnp.split(jax.nn.sigmoid(x @ w[:, : 2 * D] + h @ u[:, : 2 * D]), 2, -1)
-        update = update if attention is None else update * attention[:, None]
-        new = jnp.tanh(x @ w[:, 2 * D :] + (reset * h) @ u[:, 2 * D :])
-        return jnp.where(keep[:, None], (1 - update) * h + update * new, h)
-
-    def step(h: Any, x: Any) -> Any:
-        h = cell(h, *x)
-        return h, h
-
-    inputs = jnp.swapaxes(history, 0, 1), mask.T
-    _, states = jax.lax.scan(step, jnp.zeros((B, D)), inputs)
-    logits = jnp.einsum("sbd,bd->bs", states @ a["square"], item)
-    weights = _softmax(jnp.where(mask, logits, -1e9))
-    last, _ = jax.lax.scan(
-        lambda h, x: (cell(h, *x), None), jnp.zeros((B, D)), (states, mask.T, weights.T)
-    )
-    return last
-
-
-@_model(0.5, 0.24)
-def sim(a: Arrays) -> Any:
-    """Attention to the items of the candidate's category, at most four."""
-    history, item, mask = _history(a)
-    same = (HISTORY % 5)[INDEX] == (ITEMS % 5)[:, None]
-    rank, at = jax.lax.top_k(jnp.where(same & mask, jnp.arange(S)[None], -1), 4)
-    found = jnp.take_along_axis(history, at[..., None], axis=1)
-    logits = jnp.einsum("bkd,bd->bk", found, item @ a["square"])
-    weights = _softmax(jnp.where(rank >= 0, logits, -1e9)) * (rank >= 0)
-    return jnp.einsum("bk,bkd->bd", weights, found)
-
-
-@_model(0.25, 0.35)
-def eta(a: Arrays) -> Any:
-    """Attention to the items of the nearest hashes."""
-    history, item, _ = _history(a)
-    hashes = (history @ a["capsules"]) > 0
-    differing = (hashes != ((item @ a["capsules"]) > 0)[:, None]).sum(-1)
-    at = jax.lax.top_k(-differing, 4)[1]
-    found = jnp.take_along_axis(history, at[..., None], axis=1)
-    weights = _softmax(jnp.einsum("bkd,bd->bk", found @ a["square"], item))
-    return jnp.einsum("bk,bkd->bd", weights, found)
 
 
 @_model(0.85, 0.45)
@@ -182,30 +120,6 @@ def mind(a: Arrays) -> Any:
         logits = logits + jnp.einsum("bkd,bsd->bks", interests, jax.lax.stop_gradient(history))
     weights = _softmax(jnp.einsum("bkd,bd->bk", interests, item) ** 2)
     return jnp.einsum("bk,bkd->bd", weights, interests)
-
-
-@_model(0.9, 0.7)
-def comirec(a: Arrays) -> Any:
-    """Interests by attention, of which the candidate takes the nearest."""
-    history, item, mask = _history(a)
-    logits = jnp.einsum("bsd,dk->bks", jnp.tanh(history @ a["square"]), a["capsules"])
-    weights = _softmax(jnp.where(mask[:, None], logits, -1e9))
-    interests = jnp.einsum("bks,bsd->bkd", weights, history)
-    best = jnp.argmax(jnp.einsum("bkd,bd->bk", interests, item), axis=-1)
-    return jnp.take_along_axis(interests, best[:, None, None], axis=1)[:, 0]
-
-
-@_model(0.4, 0.13)
-def ple(a: Arrays) -> Any:
-    """Experts of two tasks and shared experts, with gates of user and candidate."""
-    x = jnp.concatenate([a["user"][INDEX], a["cand"]], axis=-1)
-    own = [jax.nn.relu(x @ w) for w in a["experts"][:2]]
-    shared = jax.nn.relu(x @ a["experts"][2])
-    out = []
-    for task, w in enumerate(a["first"].reshape(2, 2 * D, -1)[:, :, :2]):
-        gate = _softmax(x @ w)[..., None]
-        out.append((jnp.stack([own[task], shared], axis=1) * gate).sum(1))
-    return out
 
 
 @_model(0.5, 0.1)

@@ -66,9 +66,7 @@ def of_indices(owner: str) -> dict[str, Refusal]:
         "index_rank": of_shape(np.zeros((7, 1), np.int32)),
         "index_scalar": of_shape(jnp.int32(0)),
         "index_unsigned": of_kind(jnp.zeros(7, jnp.uint32), "uint32[7]"),
-        "index_int64": of_kind(np.zeros(7, np.int64), "int64[7]"),
         "index_float": of_kind(jnp.zeros(7, jnp.float32), "float32[7]"),
-        "index_none": of_kind(None, "None"),
     }
 
 
