@@ -105,12 +105,12 @@ def late_thread_number() -> Integer:
     return inline.issue_word("mov.u32 $0, %tid.x;") % WARPGROUP_SIZE
 
 
-def digits(thread: Integer, counts: tuple[int, ...]) -> list[Integer]:
+def digits(thread: ir.Value, counts: tuple[int, ...]) -> list[Integer]:
     """Divides a thread's number into digits, the fastest first."""
-    digits = []
+    digits, rest = [], Integer(thread)
     for count in counts:
-        digits.append(thread % count)
-        thread = thread // count
+        digits.append(rest % count)
+        rest = rest // count
     return digits
 
 
