@@ -114,9 +114,10 @@ def digits(thread: ir.Value, counts: tuple[int, ...]) -> list[Integer]:
     return digits
 
 
-def thread_row(thread: Integer, half: int) -> Integer:
+def thread_row(thread: ir.Value, half: int) -> Integer:
     """Computes the row of a thread's registers in an accumulator; `half` is 0 or 1."""
-    warp, lane = thread // 32, thread % 32 // 4
+    number = Integer(thread)
+    warp, lane = number // 32, number % 32 // 4
     return warp * 16 + lane + 8 * half
 
 
