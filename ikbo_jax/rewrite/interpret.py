@@ -88,15 +88,6 @@ class Context:
         context.derivatives += 1
         return context
 
-    def detached(self) -> Context:
-        """Returns a context like `afterwards` for a derivative that JAX takes later.
-
-        It holds no arrays, knows nothing of the scopes around it, and records nothing.
-        """
-        context = Context(Recorder(muted=1), differentiated=True)
-        context.derivatives = self.derivatives
-        return context
-
     def gradient_differs(self) -> None:
         """Records that a rule takes a form with the original's values but another derivative.
 

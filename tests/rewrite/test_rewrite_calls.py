@@ -61,10 +61,7 @@ def test_a_jitted_function_called_again_is_rewritten_once() -> None:
     assert len(set(map(id, at_user_batch))) == 1
     (found,) = report_of(repeated, *args).broadcasts
     line = block.__wrapped__.__code__.co_firstlineno + 4
-    assert (
-        f"product at the smaller batch, test_rewrite_calls.py:{line} (block) (4 times)"
-        in found.became
-    )
+    assert f"product at the smaller batch, test_rewrite_calls.py:{line} (block)" in found.became
     check_values_and_gradients(repeated, *args)
 
 

@@ -14,7 +14,6 @@ from ikbo_jax.rewrite.rules import any_shape
 from ikbo_jax.rewrite.values import jvp_rules, lineage
 from ikbo_jax.rewrite.values.dead_code import without_dead_code
 from ikbo_jax.rewrite.values.forms import (
-    detached,
     form,
     in_form_of,
     unpack,
@@ -46,7 +45,6 @@ def custom_jvp(ctx: Context, eqn: Any, *operands: Any) -> Any:
         results = ctx.inner().run_closed(params["call_jaxpr"], operands, eqn)
     if not all(isinstance(value, (Lazy, Concat, Reshaped)) for value in results):
         raise NotCovered("custom_jvp of a function that mixes rows")
-    count = len(operands)
     must_be_proven = ctx.derivatives < any_shape.PROVEN_DERIVATIVES
     rule = _proven_rule(ctx, eqn, operands, results) if must_be_proven else None
     if must_be_proven and rule is None:
@@ -57,8 +55,6 @@ def custom_jvp(ctx: Context, eqn: Any, *operands: Any) -> Any:
         return ctx.run_closed(params["call_jaxpr"], operands, eqn)
     _, pack_results = unpack_all(results)
     whole = at_users(ctx, eqn, pack, results, arrays)
-    # The traced program holds these functions, so they must not hold arrays of the trace.
-    later, like = ctx.detached(), detached([*operands, *results])
 
     @jax.custom_jvp
     def function(*arrays: Any) -> Any:
@@ -66,12 +62,9 @@ def custom_jvp(ctx: Context, eqn: Any, *operands: Any) -> Any:
 
     @function.defjvp
     def derivative_of(primals: Any, tangents: Any) -> Any:
-        program = rule
-        if program is None:
-            program = _jvp_rule(later, eqn, like[:count], like[count:])
-        if program is None:
-            raise NotImplementedError("ikbo_jax.rewrite: a third derivative that mixes rows")
-        both = evaluate(program, [*primals, *tangents])
+        if rule is None:
+            raise NotImplementedError(any_shape.THIRD)
+        both = evaluate(rule, [*primals, *tangents])
         return both[: len(both) // 2], both[len(both) // 2 :]
 
     return pack_results(function(*arrays))
@@ -159,7 +152,7 @@ def proven(rule: Callable[..., Any], like: Sequence[Any]) -> core.Jaxpr | None:
     except ImportError:
         raise
     except Exception:
-        # Also if the lookup of a detached lineage is needed, which has no index.
+        # Whatever it is, the rule does not work row by row.
         return None
     used = {v for eqn in program.eqns for v in eqn.invars if isinstance(v, core.Var)}
     needed = [x for v, x in zip(program.constvars, program.consts, strict=True) if v in used]

@@ -16,10 +16,10 @@ from jax.extend import core
 from ikbo_jax.rewrite.attention import cudnn
 from ikbo_jax.rewrite.calls.custom_jvp import at_users, proven
 from ikbo_jax.rewrite.interpret import Context
-from ikbo_jax.rewrite.rules.any_shape import PROVEN_DERIVATIVES
+from ikbo_jax.rewrite.rules.any_shape import PROVEN_DERIVATIVES, THIRD
 from ikbo_jax.rewrite.values import linear
 from ikbo_jax.rewrite.values.dead_code import without_dead_code
-from ikbo_jax.rewrite.values.forms import detached, in_form_of, unpack_all
+from ikbo_jax.rewrite.values.forms import in_form_of, unpack_all
 from ikbo_jax.rewrite.values.jaxprs import evaluate, trace
 from ikbo_jax.rewrite.values.lineage import Lazy, has_lineage, is_plain, spread_axes
 from ikbo_jax.rewrite.values.registry import NotCovered
@@ -62,27 +62,21 @@ def custom_vjp(ctx: Context, eqn: Any, *operands: Any) -> Any:
         return pack([x if is_plain(x) else next(rest) for x in operands])
 
     program = at_users(ctx, eqn, with_fixed, results, arrays)
-    # The traced program holds these functions, so they must not hold arrays of the trace. Operands
-    # that are no lookups are constants.
-    later, count = ctx.detached(), len(operands)
-    of_lookups = iter(detached([*deferred, *results]))
-    like = [x if is_plain(x) else next(of_lookups) for x in operands] + list(of_lookups)
 
     @jax.custom_vjp
     def function(*arrays: Any) -> Any:
         return evaluate(program, arrays)
 
-    def passes() -> tuple[core.Jaxpr, core.Jaxpr]:
-        found = _passes(later, eqn, like[:count], like[count:]) if known is None else known
-        if found is None:
-            raise NotImplementedError("ikbo_jax.rewrite: a third derivative that mixes rows")
-        return found
+    def pass_of(number: int, arrays: Sequence[Any]) -> list[Any]:
+        if known is None:
+            raise NotImplementedError(THIRD)
+        return evaluate(known[number], arrays)
 
     def forward_of(*arrays: Any) -> Any:
-        return evaluate(passes()[0], arrays), arrays
+        return pass_of(0, arrays), arrays
 
     def backward_of(arrays: Any, gradients: Any) -> Any:
-        return tuple(evaluate(passes()[1], [*arrays, *gradients]))
+        return tuple(pass_of(1, [*arrays, *gradients]))
 
     function.defvjp(forward_of, backward_of)
     return pack_results(function(*arrays))

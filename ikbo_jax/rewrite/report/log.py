@@ -61,8 +61,8 @@ class Log(Recorder):
         self.operands: dict[int, int] = {}
         self._events: list[Callable[[_Call], None]] = []
         self._key: Any = None
-        # How often each of the last events of `saved` occurred, since equal ones are one event.
-        self._times: dict[Any, int] = {}
+        # The last events of `saved`, since equal ones are one event.
+        self._saved: set[Any] = set()
 
     def stand_in(self) -> Broadcast:
         return Broadcast("", "", False)
@@ -98,23 +98,18 @@ class Log(Recorder):
 
     def confirmed(self, origins: frozenset) -> None:
         self._events.append(lambda call: call.recorder.confirmed(call.origins(origins)))
-        self._times = {}
+        self._saved = set()
 
-    def saved(
-        self, eqn: Any, origins: frozenset, became: str, product: bool, times: int = 1
-    ) -> None:
-        if self.muted:
-            return
-        line, counts = self.line(eqn) if product else None, self._times
+    def saved(self, eqn: Any, origins: frozenset, became: str, product: bool) -> None:
+        line = self.line(eqn) if product else None
         key = (line, origins, became, product)
 
         def event(call: _Call) -> None:
-            place, of_call = call.place(line), call.origins(origins)
-            call.recorder.saved(place, of_call, became, product, counts[key])
+            call.recorder.saved(call.place(line), call.origins(origins), became, product)
 
-        if key not in counts:
+        if not self.muted and key not in self._saved:
+            self._saved.add(key)
             self._events.append(event)
-        counts[key] = counts.get(key, 0) + times
 
     def wrote(self, eqn: Any, value: Any, reason: str, copied: bool) -> None:
         if self.muted:

@@ -21,10 +21,6 @@ from ikbo_jax.rewrite.values import jaxprs, lineage, staged
 from ikbo_jax.rewrite.values.equations import LOOKUPS, is_lookup
 
 
-def _with_times(texts: dict[str, int]) -> tuple[str, ...]:
-    return tuple(text if n == 1 else f"{text} ({n} times)" for text, n in texts.items())
-
-
 class Broadcast:
     """Collects a `FoundBroadcast` that is still being recorded."""
 
@@ -34,12 +30,12 @@ class Broadcast:
         # Whether the report lists it. A lookup by an index is always listed. A broadcast dimension
         # of size 1, which every bias has, is listed only if it saved a product.
         self.certain = certain
-        self.became: dict[str, int] = {}
-        self.kept: dict[str, int] = {}
+        # In the order in which the texts were recorded.
+        self.became: dict[str, None] = {}
+        self.kept: dict[str, None] = {}
 
     def freeze(self) -> FoundBroadcast:
-        texts = _with_times(self.became), _with_times(self.kept)
-        return FoundBroadcast(self.line, self.what, *texts)
+        return FoundBroadcast(self.line, self.what, tuple(self.became), tuple(self.kept))
 
 
 class Recorder:
@@ -156,20 +152,17 @@ class Recorder:
         for origin in origins:
             origin.certain = True
 
-    def saved(
-        self, eqn: Any, origins: frozenset, became: str, product: bool, times: int = 1
-    ) -> None:
+    def saved(self, eqn: Any, origins: frozenset, became: str, product: bool) -> None:
         """Records work done at the smaller batch instead of the larger one.
 
-        `became` says what replaced the equation. The line of a product is reported; other work is
-        only counted.
+        `became` says what replaced the equation. The line of a product is reported.
         """
         if self.muted or not origins:
             return
         text = f"{became}, {self.line(eqn)}" if product else became
         for origin in origins:
             origin.certain |= product
-            origin.became[text] = origin.became.get(text, 0) + times
+            origin.became[text] = None
             self.changed |= origin.certain
 
     def layer(self, what: str, eqn: Any) -> None:
@@ -186,12 +179,12 @@ class Recorder:
         size = lineage.bytes_of(value.shape, value.dtype)
         for origin in origins:
             text = f"{'materialised' if copied else 'looked up in place'}, {self.line(eqn)}"
-            origin.became[text] = origin.became.get(text, 0) + 1
+            origin.became[text] = None
         if copied:
             place = Materialisation(self.line(eqn), lineage.text(value), reason, size)
             self.materialised.append(place)
             for origin in origins:
-                origin.kept[str(place)] = origin.kept.get(str(place), 0) + 1
+                origin.kept[str(place)] = None
 
     def report(self) -> RewriteReport:
         changed = self.changed and not self.refusal

@@ -14,6 +14,7 @@ from ikbo_jax.rewrite.values.jaxprs import interpret, wrapped
 #: Derivatives of a custom_jvp function that are proven to work row by row while the program is
 #: rewritten. A JVP rule may call its own function, so that there is no last derivative.
 PROVEN_DERIVATIVES = 2
+THIRD = "ikbo_jax.rewrite: a third derivative of a function with a derivative of its own"
 
 
 def is_elementwise_jvp(
@@ -84,7 +85,7 @@ def run_custom_jvp(eqn: Any, arrays: list[jax.Array]) -> jax.Array:
     def derivative(*primals_and_tangents: Any) -> list[Any]:
         program, consts, zeros = curves.jvp_rule(eqn)
         if not _only_elementwise(program, 0):
-            raise NotImplementedError("ikbo_jax.rewrite: a third derivative that mixes rows")
+            raise NotImplementedError(THIRD)
         out = _evaluated(program, consts, primals_and_tangents)
         value = whole(out[0], primals_and_tangents)
         return [value, jnp.zeros_like(value) if zeros[0] else whole(out[1], primals_and_tangents)]

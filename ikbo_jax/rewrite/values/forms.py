@@ -13,9 +13,7 @@ from ikbo_jax.rewrite.values.lineage import (
     Concat,
     Deferred,
     Lazy,
-    Lineage,
     base_of,
-    has_lineage,
     is_only_broadcast,
     is_plain,
     slice_along,
@@ -132,28 +130,6 @@ def skeleton(value: Any) -> Any:
     """Replaces the arrays of a value, which a trace may not let out, by shapes and dtypes."""
     arrays, pack = unpack(value)
     return pack([jax.ShapeDtypeStruct(shape_of(x), x.dtype) for x in arrays])
-
-
-def detached(values: Sequence[Any]) -> list[Any]:
-    """Returns skeletons of values whose lineages hold no index: what may outlive the trace."""
-    lineages: dict[Any, Lineage] = {}
-    return [_detached(skeleton(x), lineages) for x in values]
-
-
-def _detached(value: Any, lineages: dict[Any, Lineage]) -> Any:
-    if isinstance(value, (Concat, Reshaped)):
-        return with_inside(value, [_detached(x, lineages) for x in inside_of(value)])
-    if not has_lineage(value):
-        return value
-    return dataclasses.replace(value, lineage=_without_index(value.lineage, lineages))
-
-
-def _without_index(lineage: Lineage, lineages: dict[Any, Lineage]) -> Lineage:
-    if lineage not in lineages:
-        nearest = lineage.nearest and _without_index(lineage.nearest, lineages)
-        index: Any = None
-        lineages[lineage] = Lineage(index, lineage.users, lineage.batch, nearest=nearest)
-    return lineages[lineage]
 
 
 def widened(value: Any, like: Any) -> Any:
