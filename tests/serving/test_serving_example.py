@@ -20,7 +20,7 @@ import serving_oracle
 
 import ikbo_jax
 from examples.serving import alone, load, local, models, offline, plans, plot, records, stream, wire
-from examples.serving.__main__ import main
+from examples.serving.__main__ import main, say
 from examples.serving.settings import Settings
 from ikbo_jax import serving
 from ikbo_jax.serving.programs import specs_of, with_rows
@@ -375,7 +375,7 @@ backend default_backend
         "http-request return status 503 default-errorfiles if { be_conn_free(http-a) eq 0 }",
         "    use_backend http-a if is_http-a",
         *("defaults", "timeout http-request 5s", "option http-buffer-request"),
-        "    timeout connect 200ms",
+        *("timeout queue 20ms", "    timeout connect 200ms"),
         *("errorfile 503 /b/503.http", "backend default_backend"),
         "    http-request return status 503 hdr Retry-After 1",
         "    server SERVE_REPLICA_a 127.0.0.1:30000 maxconn 64 check observe layer4",
@@ -415,9 +415,9 @@ def test_an_address_at_which_nobody_can_listen_is_one_sentence():
 
 
 def test_arguments_that_make_no_sense_are_one_sentence(capsys):
-    """The last one is also how rich spells an emoji."""
     for replicas in (["0"], ["3", "1"], ["1", "2", "3"]):
         assert main(["serve", "--source", "tiny", "--replicas", *replicas]) == 1
         assert "expected one, or least and most" in capsys.readouterr().err
-    assert main(["serve", "--source", "tiny", "--port", "-1"]) == 1
-    assert "cannot listen at 127.0.0.1:-1: bind()" in capsys.readouterr().err
+    # To rich, an emoji and a style.
+    say("at 127.0.0.1:-1: [red]")
+    assert capsys.readouterr().err == "at 127.0.0.1:-1: [red]\n"
