@@ -152,6 +152,13 @@ def test_features_that_constants_select_keep_xlas_gradient_in_float32(monkeypatc
         assert_same_up_to_rounding(*(jax.jit(g)(*args) for g in gradients), 1e-4)
 
 
+def test_on_a_gpu_a_program_that_selects_features_must_save_more(monkeypatch) -> None:
+    monkeypatch.setattr(cost, "on_gpu", lambda: True)
+    large = Program("fibinet", 1, "float32")
+    (report,) = ikbo.explain(ikbo.rewrite(large.scores), *large.shapes).notes
+    assert "it would take as long on a GPU" in report.reason
+
+
 def test_on_a_gpu_a_product_with_vectors_looks_up_for_itself(monkeypatch) -> None:
     monkeypatch.setattr(cost, "on_gpu", lambda: True)
     monkeypatch.setattr(cost, "refusal", lambda *_: "")
