@@ -29,7 +29,7 @@ def test_models_of_a_real_size_in_small_and_their_report(tmp_path, monkeypatch, 
 
 def test_programs_in_small(tmp_path):
     out = tmp_path / "programs.json"
-    names = ["twin 0 float32 forward", "wukong 0 float32 forward"]
+    names = ["twin 0 float32 forward", "fibinet 0 float32 forward"]
     assert rewrite_programs.main([*names, "--out", str(out), "--quick"]) == 0
     rewritten, as_it_is = timing.read_results(out)["points"]
     assert rewritten["changed"]

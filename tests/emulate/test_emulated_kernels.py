@@ -159,7 +159,7 @@ CHOSEN = {
         "unsorted_grouped_heads",
         "two_launches",
         "stored_h128_f16",
-        "stored_tall_h96",
+        "stored_h96",
         "three_launches_h192",
         "stored_grouped_heads_h192",
         "users_without_candidates_h96_f16",
