@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any, NamedTuple
 
 from jax.extend import core
@@ -10,6 +11,9 @@ from jax.interpreters import partial_eval
 from ikbo_jax.ops import explain
 from ikbo_jax.rewrite.values.hoisting import scan_counts
 from ikbo_jax.rewrite.values.jaxprs import OPS, inner_programs
+
+#: Whether JAX's rules also take which references are read after the equation, as from 0.12 on.
+_TAKES_LIVE = "live_inputs" in inspect.signature(partial_eval.dce_jaxpr).parameters
 
 
 def without_dead_code(program: core.Jaxpr) -> core.Jaxpr:
@@ -78,8 +82,9 @@ def _with_live_programs(
             return eqn
         if "jaxpr" in eqn.params and found[0].reads_all:
             return eqn.replace(params={**eqn.params, "jaxpr": found[0].program})
-    rule = partial_eval.dce_rules.get(eqn.primitive)
-    return eqn if rule is None else rule(used, eqn)[1]
+    rule: Any = partial_eval.dce_rules.get(eqn.primitive)
+    live = ([True] * len(eqn.invars),) if _TAKES_LIVE else ()
+    return eqn if rule is None else rule(used, *live, eqn)[1]
 
 
 def _are_carried(scan: core.JaxprEqn, used: list[bool]) -> bool:
