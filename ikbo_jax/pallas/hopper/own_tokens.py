@@ -18,9 +18,8 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, vector
 
 from ikbo_jax.pallas.hopper import inline, mosaic, operand_tiles, stores
+from ikbo_jax.pallas.hopper.inline import Integer
 from ikbo_jax.problems.hopper import WGMMA_M, OwnStages
-
-_SCALAR = plgpu.Layout.WG_SPLAT(())
 
 
 def in_order(tokens: jax.Array | None, order: jax.Array | None) -> jax.Array | None:
@@ -41,10 +40,9 @@ class Places(NamedTuple):
         row = lax.rem(jnp.arange(WGMMA_M, dtype=jnp.int32), jnp.int32(self.head_rows))
         return lax.div(self.begin + row, jnp.int32(self.q_len))
 
-    def of(self, begin: ir.Value, row: ir.Value) -> ir.Value:
+    def of(self, begin: Integer, row: Integer) -> Integer:
         """Computes the place of a row's candidate in inline code."""
-        row = arith.addi(begin, arith.remui(row, inline.i32(self.head_rows)))
-        return arith.divui(row, inline.i32(self.q_len))
+        return (begin + row % self.head_rows) // self.q_len
 
 
 def scores(products: jax.Array, places: Places) -> jax.Array:
@@ -53,12 +51,12 @@ def scores(products: jax.Array, places: Places) -> jax.Array:
         return jnp.take_along_axis(products, places.interpreted()[:, None], axis=1)[:, 0]
     row_type = plgpu.ShapeDtypeStruct((WGMMA_M,), jnp.float32, layout=stores.ROW_LAYOUT)
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA, _SCALAR), return_type=row_type)
-    def select(_: Any, products: mgpu.FragmentedArray, begin: Any) -> mgpu.FragmentedArray:
+    @inline.code(products, places.begin, returns=row_type)
+    def selected(products: mgpu.FragmentedArray, begin: Integer) -> mgpu.FragmentedArray:
         thread, found = stores.thread_number(), []
-        of_tile = arith.subi(thread, arith.remui(thread, inline.i32(stores.ROW_THREADS)))
+        of_tile = thread - thread % stores.ROW_THREADS
         for half in (0, 1):
-            place = places.of(begin.registers.item(), stores.thread_row(thread, half))
+            place = places.of(begin, stores.thread_row(thread, half))
             # Threads of a row have the same place, two of every eight columns each.
             left = [
                 arith.select(_has_bit(place, 1), *(vector.extract(pair, [], [i]) for i in (1, 0)))
@@ -70,21 +68,21 @@ def scores(products: jax.Array, places: Places) -> jax.Array:
                 right += left[2 * len(right) :]
                 left = [arith.select(is_right, y, x) for x, y in zip(left[::2], right, strict=True)]
                 bit *= 2
-            owner = arith.remui(arith.divui(place, inline.i32(2)), inline.i32(stores.ROW_THREADS))
+            owner = place // 2 % stores.ROW_THREADS
             word = inline.issue_word(
                 "shfl.sync.idx.b32 $0, $1, $2, 31, 0xffffffff;",
                 inline.word(left[0]),
-                arith.addi(of_tile, owner),
+                of_tile + owner,
                 convergent=True,
             )
             found.append(mgpu.utils.bitcast(word, ir.F32Type.get()))
         return stores.row_array(found)
 
-    return select(products, places.begin)
+    return selected
 
 
-def _has_bit(x: ir.Value, bit: int) -> ir.Value:
-    return arith.cmpi(arith.CmpIPredicate.ne, arith.andi(x, inline.i32(bit)), inline.i32(0))
+def _has_bit(x: Integer, bit: int) -> Integer:
+    return (x & bit).differs(0)
 
 
 def values(tiles: Any, own: OwnStages, places: Places, columns: int) -> jax.Array:
@@ -101,16 +99,13 @@ def values(tiles: Any, own: OwnStages, places: Places, columns: int) -> jax.Arra
 
 
 def _read(tiles: Any, first: int, places: Places, columns: int) -> jax.Array:
-    dtype = tiles.dtype
+    rows = plgpu.ShapeDtypeStruct((WGMMA_M, columns), tiles.dtype, layout=plgpu.Layout.WGMMA)
 
-    @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(mosaic.operand_transforms(dtype)), _SCALAR),
-        return_type=plgpu.ShapeDtypeStruct((WGMMA_M, columns), dtype, layout=plgpu.Layout.WGMMA),
-    )
-    def read(_: Any, tiles: ir.Value, begin: Any) -> mgpu.FragmentedArray:
-        def row_of(row: ir.Value) -> ir.Value:
-            return arith.addi(places.of(begin.registers.item(), row), inline.i32(first))
+    @inline.code(mosaic.operand(tiles), places.begin, returns=rows)
+    def read(tiles: ir.Value, begin: Integer) -> mgpu.FragmentedArray:
+        def row_of(row: Integer) -> Integer:
+            return places.of(begin, row) + first
 
         return operand_tiles.read_matrices(tiles, stores.thread_number(), columns, row_of)
 
-    return read(tiles, places.begin)
+    return read

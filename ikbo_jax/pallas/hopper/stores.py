@@ -105,19 +105,18 @@ def late_thread_number() -> Integer:
     return inline.issue_word("mov.u32 $0, %tid.x;") % WARPGROUP_SIZE
 
 
-def digits(thread: ir.Value, counts: tuple[int, ...]) -> list[Integer]:
+def digits(thread: Integer, counts: tuple[int, ...]) -> list[Integer]:
     """Divides a thread's number into digits, the fastest first."""
-    digits, rest = [], Integer(thread)
+    digits = []
     for count in counts:
-        digits.append(rest % count)
-        rest = rest // count
+        digits.append(thread % count)
+        thread = thread // count
     return digits
 
 
-def thread_row(thread: ir.Value, half: int) -> Integer:
+def thread_row(thread: Integer, half: int) -> Integer:
     """Computes the row of a thread's registers in an accumulator; `half` is 0 or 1."""
-    number = Integer(thread)
-    warp, lane = number // 32, number % 32 // 4
+    warp, lane = thread // 32, thread % 32 // 4
     return warp * 16 + lane + 8 * half
 
 

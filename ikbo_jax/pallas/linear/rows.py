@@ -17,6 +17,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
 from ikbo_jax.pallas.hopper import inline, mma, mosaic, row_vectors, stores
+from ikbo_jax.pallas.hopper.inline import Integer
 from ikbo_jax.pallas.hopper.stores import ROW_LAYOUT
 from ikbo_jax.problems.hopper import BLOCK_K, WGMMA_M
 
@@ -53,10 +54,6 @@ def _numbers(array: mgpu.FragmentedArray) -> list[ir.Value]:
     return [vector.extract(register, [], [0]) for register in array.registers.flat]
 
 
-def _operand(tiles: Any) -> Any:
-    return plgpu.RefType(mosaic.operand_transforms(tiles.dtype))
-
-
 class _Vectors:
     """A thread's vectors of an operand tile [64, 64]: two of each of its two rows."""
 
@@ -64,28 +61,23 @@ class _Vectors:
         thread = stores.late_thread_number()
         of_row, row_of_8 = stores.digits(thread, (4, 8))
         #: Number of the thread's first vector of a row; the other one is 4 vectors before or after.
-        self.first = arith.addi(
-            of_row, arith.muli(arith.remui(row_of_8, inline.i32(2)), inline.i32(4))
-        )
+        self.first = of_row + row_of_8 % 2 * 4
         self._base = mgpu.utils.memref_ptr(tiles)
-        row_offset = arith.muli(stores.thread_row(thread, 0), inline.i32(mosaic.SWIZZLE))
-        vector_offset = arith.muli(arith.xori(self.first, row_of_8), inline.i32(16))
-        self._offset = arith.addi(row_offset, vector_offset)
+        row_offset = stores.thread_row(thread, 0) * mosaic.SWIZZLE
+        self._offset = row_offset + (self.first ^ row_of_8) * 16
 
-    def number(self, i: int) -> ir.Value:
+    def number(self, i: int) -> Integer:
         """Returns the number of vector `i`, 0 or 1, of a row's eight."""
-        return arith.xori(self.first, inline.i32(4 * i))
+        return self.first ^ 4 * i
 
     def _address(self, half: int, i: int) -> ir.Value:
-        offset = arith.xori(self._offset, inline.i32(4 * i * 16))
-        offset = arith.addi(offset, inline.i32(half * 8 * mosaic.SWIZZLE))
+        offset = (self._offset ^ 4 * i * 16) + half * 8 * mosaic.SWIZZLE
         byte = ir.IntegerType.get_signless(8)
         return mgpu.utils.getelementptr(self._base, [offset], byte)
 
     def load(self, half: int, i: int) -> list[ir.Value]:
         ptx = "ld.shared.v4.b32 {$0, $1, $2, $3}, [$4];"
-        words = [ir.IntegerType.get_signless(32)] * WORDS
-        return list(inline.issue(ptx, self._address(half, i), result_types=words))
+        return list(inline.issue_words(ptx, WORDS, self._address(half, i)))
 
     def store(self, half: int, i: int, words: list[ir.Value]) -> None:
         ptx = "st.shared.v4.b32 [$0], {$1, $2, $3, $4};"
@@ -110,24 +102,21 @@ def begin_sums(tiles: Any, kind: str) -> Sums:
 
     is_rms = kind == "rms"
 
-    @plgpu.inline_mgpu(arg_types=(_operand(tiles),), return_type=_rows(1 if is_rms else 3))
-    def begin(_: Any, tiles: ir.Value) -> Any:
+    @inline.code(mosaic.operand(tiles), returns=_rows(1 if is_rms else 3))
+    def found(tiles: ir.Value) -> Any:
         zeros = [stores.row_array([inline.f32(0.0)] * 2) for _ in range(1 if is_rms else 2)]
         if is_rms:
             return tuple(zeros)
         dtype, thread = _dtype(tiles), stores.late_thread_number()
-        i32, byte = (ir.IntegerType.get_signless(bits) for bits in (32, 8))
-        found = []
+        shifts = []
         for half in (0, 1):
             row = stores.thread_row(thread, half)
-            swizzled = arith.muli(arith.remui(row, inline.i32(8)), inline.i32(16))
-            offset = arith.addi(arith.muli(row, inline.i32(mosaic.SWIZZLE)), swizzled)
-            address = mgpu.utils.getelementptr(mgpu.utils.memref_ptr(tiles), [offset], byte)
-            word = inline.issue("ld.shared.b32 $0, [$1];", address, result_types=i32)
-            found.append(row_vectors.unpacked(word, dtype)[0])
-        return (stores.row_array(found), *zeros)
+            swizzled = row % 8 * 16
+            address = inline.address(tiles, row * mosaic.SWIZZLE + swizzled, 8)
+            word = inline.issue_word("ld.shared.b32 $0, [$1];", address)
+            shifts.append(row_vectors.unpacked(word, dtype)[0])
+        return (stores.row_array(shifts), *zeros)
 
-    found = begin(tiles)
     return Sums(None, None, *found) if is_rms else Sums(*found)
 
 
@@ -148,11 +137,8 @@ def add_sums(sums: Sums, tiles: Any, columns: int) -> Sums:
 
     held = [x for x in sums if x is not None]
 
-    @plgpu.inline_mgpu(
-        arg_types=(_operand(tiles), *(ROW_LAYOUT,) * len(held)),
-        return_type=_rows(1 if is_rms else 2),
-    )
-    def add(_: Any, tiles: ir.Value, *arrays: mgpu.FragmentedArray) -> Any:
+    @inline.code(mosaic.operand(tiles), *held, returns=_rows(1 if is_rms else 2))
+    def found(tiles: ir.Value, *arrays: mgpu.FragmentedArray) -> Any:
         dtype, vectors = _dtype(tiles), _Vectors(tiles)
         *rest, seconds = map(_numbers, arrays)
         loaded = [[vectors.load(half, i) for i in (0, 1)] for half in (0, 1)]
@@ -162,19 +148,15 @@ def add_sums(sums: Sums, tiles: Any, columns: int) -> Sums:
                 if not is_rms:
                     numbers = [arith.subf(x, rest[0][half]) for x in numbers]
                 if columns < BLOCK_K:  # TMA has filled the other columns with zeros
-                    is_column = arith.cmpi(
-                        arith.CmpIPredicate.ult, vectors.number(i), inline.i32(columns // NUMBERS)
-                    )
+                    is_column = vectors.number(i).below(columns // NUMBERS)
                     zero = inline.f32(0.0)
                     numbers = [arith.select(is_column, x, zero) for x in numbers]
                 for x in numbers:
                     seconds[half] = _fma(x, x, seconds[half])
                     if not is_rms:
                         rest[1][half] = arith.addf(rest[1][half], x)
-        found = [*([] if is_rms else [rest[1]]), seconds]
-        return tuple(map(stores.row_array, found))
+        return tuple(map(stores.row_array, (*rest[1:], seconds)))
 
-    found = add(tiles, *held)
     return Sums(sums.shift, None if is_rms else found[0], found[-1])
 
 
@@ -185,14 +167,14 @@ def statistics(sums: Sums, features: int, eps: float) -> Statistics:
         if mosaic.is_interpreted():
             return x
 
-        @plgpu.inline_mgpu(arg_types=(ROW_LAYOUT,), return_type=_rows(1)[0])
-        def add_threads(_: Any, x: mgpu.FragmentedArray) -> Any:
+        @inline.code(x, returns=_rows(1)[0])
+        def of_threads(x: mgpu.FragmentedArray) -> Any:
             numbers = _numbers(x)
             for distance in (1, 2):
                 numbers = [arith.addf(y, mgpu.utils.shfl_bfly(y, distance)) for y in numbers]
             return stores.row_array(numbers)
 
-        return add_threads(x)
+        return of_threads
 
     share = jnp.float32(1 / features)
     variance, mean = total(sums.second) * share, None
@@ -233,23 +215,16 @@ def normalise(tiles: Any, of_rows: Statistics, factors: tuple[Any, Any], block: 
     held = [x for x in of_rows if x is not None]
     memory = [x for x in factors if x is not None]
 
-    @plgpu.inline_mgpu(
-        arg_types=(
-            _operand(tiles),
-            plgpu.Layout.WG_SPLAT(()),
-            *(plgpu.RefType(),) * len(memory),
-            *(ROW_LAYOUT,) * len(held),
-        )
-    )
-    def write(_: Any, tiles: ir.Value, block: Any, *rest: Any) -> None:
+    @inline.code(mosaic.operand(tiles), block, *memory, *held)
+    def _(tiles: ir.Value, block: Integer, *rest: Any) -> None:
         dtype, vectors = _dtype(tiles), _Vectors(tiles)
         refs = iter(rest[: len(memory)])
         *means, scales = (_numbers(x) for x in rest[len(memory) :])
         loaded = [[vectors.load(half, i) for half in (0, 1)] for i in (0, 1)]
         parts = [None if x is None else next(refs) for x in factors]
-        first = arith.muli(block.registers.item(), inline.i32(BLOCK_K))
+        first = block * BLOCK_K
         for i in (0, 1):
-            column = arith.addi(first, arith.muli(vectors.number(i), inline.i32(NUMBERS)))
+            column = first + vectors.number(i) * NUMBERS
             factor, bias = (None if ref is None else _vector_of(ref, column) for ref in parts)
             for half in (0, 1):
                 numbers = _floats(loaded[i][half], dtype)
@@ -264,8 +239,6 @@ def normalise(tiles: Any, of_rows: Statistics, factors: tuple[Any, Any], block: 
                     numbers = list(map(arith.addf, numbers, bias))
                 pairs = [numbers[j : j + 2] for j in range(0, NUMBERS, 2)]
                 vectors.store(half, i, [row_vectors.packed(pair, dtype) for pair in pairs])
-
-    write(tiles, block, *memory, *held)
 
 
 def _vector_of(ref: ir.Value, index: ir.Value) -> list[ir.Value]:
@@ -292,28 +265,24 @@ def of_columns(ref: Any, first: Any, width: int) -> jax.Array:
         columns = ref[pl.ds(first, width)].astype(jnp.float32)
         return jnp.broadcast_to(columns[None], (WGMMA_M, width))
 
-    @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(), plgpu.Layout.WG_SPLAT(())),
-        return_type=mma.accumulator_type(width),
-    )
-    def load(_: Any, ref: ir.Value, first: Any) -> mgpu.FragmentedArray:
-        f32, i32 = ir.F32Type.get(), ir.IntegerType.get_signless(32)
+    @inline.code(ref, first, returns=mma.accumulator_type(width))
+    def loaded(ref: ir.Value, first: Integer) -> mgpu.FragmentedArray:
+        f32 = ir.F32Type.get()
         pair_type = ir.VectorType.get((2,), f32)
-        pair = arith.muli(arith.remui(stores.late_thread_number(), inline.i32(4)), inline.i32(2))
+        pair = stores.late_thread_number() % 4 * 2
         bits = jnp.dtype(dtype).itemsize * 8
-        address = inline.address(ref, arith.addi(first.registers.item(), pair), bits)
+        address = inline.address(ref, first + pair, bits)
         registers: list[ir.Value] = []
         for i in range(width // 8):
-            loaded: Any
+            numbers: Any
             if dtype == jnp.float32:
                 ptx = f"ld.global.nc.v2.f32 {{$0, $1}}, [$2 + {32 * i}];"
-                loaded = mgpu.utils.inline_ptx(ptx, address, result_types=[f32] * 2)
+                numbers = mgpu.utils.inline_ptx(ptx, address, result_types=[f32] * 2)
             else:
                 ptx = f"ld.global.nc.b32 $0, [$1 + {16 * i}];"
-                word = mgpu.utils.inline_ptx(ptx, address, result_types=i32)
-                loaded = row_vectors.unpacked(word, dtype)
-            registers += [vector.from_elements(pair_type, list(loaded))] * 2  # of both rows
+                numbers = row_vectors.unpacked(inline.compute_word(ptx, address), dtype)
+            registers += [vector.from_elements(pair_type, list(numbers))] * 2  # of both rows
         shape = mgpu.WGMMA_LAYOUT.registers_shape((WGMMA_M, width))
         return inline.accumulator(np.array(registers, dtype=object).reshape(shape))
 
-    return load(ref, first)
+    return loaded
