@@ -22,10 +22,14 @@ class BadRequestError(ValueError):
     """Reports that a request does not fit the scorer; the message names both values."""
 
 
+def is_integer(value: Any) -> bool:
+    """Whether a value is an integer of Python or NumPy; a bool is none."""
+    return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+
+
 def check_size(name: str, size: Any, least: int = 1) -> None:
     """Raises ValueError unless a size is an integer of at least `least`."""
-    is_integer = isinstance(size, (int, np.integer)) and not isinstance(size, bool)
-    if not is_integer or size < least:
+    if not is_integer(size) or size < least:
         raise ValueError(f"{name} is {size!r}, expected an integer of at least {least}")
 
 
@@ -79,9 +83,7 @@ class Buckets:
     def __post_init__(self) -> None:
         for name in ("candidates", "users", "new_users"):
             sizes = getattr(self, name)
-            are_integers = isinstance(sizes, Sequence) and all(
-                isinstance(size, (int, np.integer)) and not isinstance(size, bool) for size in sizes
-            )
+            are_integers = isinstance(sizes, Sequence) and all(map(is_integer, sizes))
             if not are_integers or not sizes or sizes[0] < 1 or list(sizes) != sorted(set(sizes)):
                 raise ValueError(f"{name} is {sizes}, expected ascending sizes of at least 1")
         if self.candidates[-1] < self.users[-1]:

@@ -10,7 +10,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from ikbo_jax.serving.base import BatchScorer, seconds_of
-from ikbo_jax.serving.batches import BadRequestError, Batch, Buckets, Checked, Form, Request, Tree
+from ikbo_jax.serving.batches import (
+    BadRequestError,
+    Batch,
+    Buckets,
+    Checked,
+    Form,
+    Request,
+    Tree,
+    is_integer,
+)
 from ikbo_jax.serving.packing import Packing, fill
 from ikbo_jax.serving.pages import PagePool
 from ikbo_jax.serving.programs import (
@@ -255,8 +264,7 @@ class HistoryScorer(BatchScorer):
         found = super()._checked(request)
         version: Any = request.version
         most = self._pool.most * self._pool.page
-        is_number = isinstance(version, int | np.integer) and not isinstance(version, bool)
-        if not is_number or not 0 <= version <= most:
+        if not is_integer(version) or not 0 <= version <= most:
             raise BadRequestError(
                 f"version is {version!r:.80}, expected a number of events, 0 to {most}"
             )
