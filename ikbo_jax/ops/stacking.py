@@ -19,7 +19,7 @@ def concatenate[A: (jax.Array, jax.Array | None)](size: int, array: A, is_batche
 
 
 def own_index(size: int, index: jax.Array, is_batched: bool, rows: int) -> jax.Array:
-    """Joins indices into `rows` rows of which each of `size` problems gets its own."""
+    """Joins the indices of `size` problems, each of which has `rows` rows of its own."""
     # Clamp before the offset is added: an index outside one problem's rows would otherwise point to
     # rows of another problem.
     inside = jnp.clip(stack(size, index, is_batched), 0, rows - 1)

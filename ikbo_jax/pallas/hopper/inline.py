@@ -27,9 +27,9 @@ def code(*operands: Any, returns: Any = None) -> Callable[[Callable[..., Any]], 
     """Runs the decorated function as inline code on operands; its name becomes the result.
 
     Operands are memory without transforms, or arrays: a scalar, which is an `Integer` in inline
-    code, [64] rows of an accumulator, [64, columns], or an element for every thread. Of other
-    memory and layouts, an operand is `Typed`. `returns`: the types of the results, of which int32
-    scalars are values in inline code.
+    code, [64] rows of an accumulator, [64, columns], or an element for every thread. Operands of
+    other memory or layouts are `Typed`. `returns`: the types of the results; for an int32 scalar,
+    inline code returns a value.
     """
     typed = [x if isinstance(x, Typed) else Typed(x, _type_of(x)) for x in operands]
 
