@@ -10,7 +10,7 @@ import threading
 import time
 import types
 import warnings
-from collections.abc import Iterator
+from collections.abc import Coroutine, Iterator
 from typing import Any
 
 import msgpack
@@ -318,27 +318,33 @@ def test_a_request_is_refused_before_its_body_is_read(ranking, monkeypatch, kind
 
 def test_calls_are_as_full_as_what_waits_can_make_them(ranking, monkeypatch):
     """And a request that does not fit comes first in the next call."""
-    calls, start, go = [], ranking.scorer.rank, threading.Event()
+    calls, rank, score, go = [], ranking.scorer.rank, ranking.score, threading.Event()
 
     def held(requests: list[serving.Request]) -> list[Any]:
-        calls.append([one.size for one in requests])
-        go.wait(10)
-        return start(requests)
+        assert go.wait(60)
+        return rank(requests)
 
-    async def one(at: float, size: int) -> int:
-        await asyncio.sleep(at)
+    def recorded(items: list[app.Item]) -> Coroutine[Any, Any, None]:
+        # In the event loop: two calls that start side by side run in threads, in any order.
+        calls.append([item.request.size for item in items])
+        return score(items)
+
+    async def one(size: int) -> int:
         answer = await sent(ranking, *wire.ask(1, [1] * size, binary=False))
         return len(json.loads(bytes(answer.body))["scores"])
 
     async def all_of_them() -> list[Any]:
-        sizes = [1, 1, 20, 30, 4, 8, 2, 2]
-        waiting = [asyncio.create_task(one(0.01 * n, size)) for n, size in enumerate(sizes)]
-        await asyncio.sleep(0.2)
+        sizes, answers = [1, 1, 20, 30, 4, 8, 2, 2], []
+        for number, size in enumerate(sizes, 1):
+            answers.append(asyncio.create_task(one(size)))
+            while len(calls) + len(ranking.waiting) < number:
+                await asyncio.sleep(0)
         go.set()
-        assert await asyncio.gather(*waiting) == sizes
+        assert await asyncio.gather(*answers) == sizes
         return calls
 
     monkeypatch.setattr(ranking.scorer, "rank", held)
+    monkeypatch.setattr(ranking, "score", recorded)
     assert asyncio.run(all_of_them()) == [[1], [1], [20, 4, 8], [30, 2], [2]]
 
 
