@@ -11,11 +11,9 @@ path in float32. `benchmarks.production` draws further sizes, and times both dir
 
 import dataclasses
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import harness, production_draws
@@ -33,8 +31,6 @@ from benchmarks.records import (
     ours_at,
     provider_of,
 )
-from ikbo_jax.cases import attention as case
-from ikbo_jax.cases import error_rule
 from ikbo_jax.cases.error_rule import Check
 
 
@@ -128,33 +124,13 @@ def measure_point(point: Point, run: harness.Run) -> dict[str, Any]:
     chosen = [ours, xla]
     if not run.options.quick:
         chosen += [grouped, *([copies] if point.sweep == "s" else [])]
-    found = checked(chosen, "forward", compared=_check_of(point.case))
-    return harness.measure(found, run.protocol, point.case.flops)
-
-
-def _check_of(shape: AttentionShape) -> Callable[[Contender, Sequence[Any]], Check]:
-    """Makes the check by the error rule; the oracle computes a candidate at a time."""
-
-    @jax.jit
-    def truth_of(inputs: case.Inputs) -> error_rule.Truth:
-        def of_one(row: jax.Array) -> tuple[jax.Array, jax.Array]:
-            one = inputs._replace(
-                query=inputs.query[row][None], cand_to_user=inputs.cand_to_user[row][None]
-            )
-            exact = case.oracle(one, jnp.arange(1))
-            return exact[0], error_rule.largest_difference(case.materialised(*one), exact)
-
-        exact, errors = jax.lax.map(of_one, jnp.arange(shape.batch, dtype=jnp.int32))
-        return error_rule.Truth(exact, jnp.max(errors), jnp.max(jnp.abs(exact)))
-
-    truth = truth_of(shape.inputs())
+    inputs = point.case.inputs()
 
     def check(contender: Contender, results: Sequence[Any]) -> Check:
-        out = contender.finish(results[0])
-        error = float(error_rule.largest_difference(out, truth.oracle))
-        return Check(error, truth.bound(out.dtype, shape.kv_len))
+        return point.case.check(contender.finish(results[0]), inputs)
 
-    return check
+    found = checked(chosen, "forward", compared=check)
+    return harness.measure(found, run.protocol, point.case.flops)
 
 
 @of_ours

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import fnmatch
 import functools
 import itertools
 import pathlib
@@ -24,7 +25,7 @@ from typing import Any, Self
 import jax
 
 from benchmarks import children, timing
-from benchmarks.records import Bars, Record, all_correct, describe_ours, format_table
+from benchmarks.records import Bars, Record, format_point, wrong
 from ikbo_jax._timing import device_time, interleaved_ms
 from ikbo_jax.cases.error_rule import Check
 
@@ -231,7 +232,7 @@ class Run:
 
     def measure_all(self) -> dict[str, Any]:
         """Measures points, prints progress, and writes the results file after every point."""
-        todo = list(self.benchmark.points(self.options))
+        todo = self.benchmark.todo(self.options)
         # A path that cannot be written raises before anything is measured.
         timing.make_folder_of(self.options.out)
         with children.programs(self.benchmark.name, self.options):
@@ -240,9 +241,12 @@ class Run:
                 return self.results
             self.prepared = self.benchmark.prepare(self)
             for number, point in enumerate(todo, start=1):
-                if line := self._measure_or_note(point):
-                    head = f"[{number}/{len(todo)}] {time.monotonic() - self.start:.0f} s"
-                    print(f"{head} {line}", flush=True)
+                if self.left_s < 0:
+                    self.results["left_out"].append(point.name)
+                    continue
+                self._measure_or_note(point)
+                seconds = time.monotonic() - self.start
+                print(f"[{number}/{len(todo)}] {seconds:.0f} s: {point.name}", flush=True)
                 timing.write_results(self.options.out, self.results)
         timing.write_results(self.options.out, self.results)
         return self.results
@@ -262,11 +266,8 @@ class Run:
         small = point if jax.default_backend() == "gpu" else self.benchmark.shrink(point)
         return {**small.entry(), **self.benchmark.measure(small, self)}
 
-    def _measure_or_note(self, point: Point) -> str:
-        """Measures a point; returns its description, empty if it failed or is left out."""
-        if self.left_s < 0:
-            self.results["left_out"].append(point.name)
-            return ""
+    def _measure_or_note(self, point: Point) -> None:
+        """Measures a point and prints its figures, or notes that it failed."""
         try:
             measured = self._measure(point)
         except Exception as error:
@@ -274,9 +275,9 @@ class Run:
             traceback.print_exc()
             text = f"{point.name}: {type(error).__name__}: {str(error)[:300]}"
             self.results.setdefault("failed", []).append(text)
-            return ""
+            return
         self.results["points"].append(measured)
-        return f"{point.name}: {self.benchmark.describe(measured)}"
+        print(format_point(measured, self.benchmark.bars, self.results["points"]))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -285,8 +286,9 @@ class Benchmark:
 
     `name` is the name of its module, and of the op in results files. `points` lists the points of a
     command line, and `shrink` makes a point's sizes small enough for a CPU. `measure` checks and
-    times a point, and returns its figures; `bars` and `describe` format them beside their bars and
-    as short text. `prepare` is called before the first point is measured.
+    times a point, and returns its figures; `bars` formats what else a provider's times say, beside
+    the bars. `prepare` is called before the first point is measured. `summary` formats what is said
+    of all results, and `arrange` puts the points of a run into their order.
     """
 
     name: str
@@ -294,10 +296,11 @@ class Benchmark:
     points: Callable[[argparse.Namespace], Iterable[Point]]
     shrink: Callable[[Point], Point]
     measure: Callable[[Point, Run], dict[str, Any]]
-    bars: Bars
-    describe: Callable[[Record], str] = describe_ours
+    bars: Bars = lambda point, points, name: ""
     add_options: Callable[[argparse.ArgumentParser], None] = lambda parser: None
     prepare: Callable[[Run], Any] = lambda run: None
+    summary: Callable[[Record], str] = lambda results: ""
+    arrange: Callable[[list[Point]], list[Point]] = lambda points: points
     times_matmul: bool = True
 
     def parse(self, argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -308,6 +311,8 @@ class Benchmark:
             about: Any = {"choices": self.sweeps, "default": self.sweeps}
             about["help"] = "sweeps to measure (default: all)"
             parser.add_argument("--sweep", nargs="+", **about)
+        words = 'only points whose names begin so, such as "s S=512", or match, such as "* 1:1"'
+        parser.add_argument("--points", nargs="+", default=(), metavar="NAME", help=words)
         parser.add_argument("--quick", action="store_true", help="short windows, few providers")
         words = "seconds after which no further point is started"
         parser.add_argument("--budget-s", type=float, default=float("inf"), help=words)
@@ -316,13 +321,40 @@ class Benchmark:
         given = sys.argv[1:] if argv is None else list(argv)
         return argparse.Namespace(**vars(parser.parse_args(given)), argv=given)
 
+    def todo(self, options: argparse.Namespace) -> list[Point]:
+        """Lists the points of a run; raises ValueError if the options name others."""
+        return self.arrange(named(self.points(options), options.points))
+
     def run(self, options: argparse.Namespace) -> dict[str, Any]:
         return Run(self, options).measure_all()
 
     def main(self, argv: Sequence[str] | None = None) -> int:
-        """Runs a command line; returns 1 if a provider failed or was wrong."""
-        results = self.run(self.parse(argv))
-        return print_results(results, format_table(results, self.bars))
+        """Runs a command line; returns 1 if a provider failed or was wrong, or points are missing.
+
+        Returns 2 if the command line names points that there are not.
+        """
+        options = self.parse(argv)
+        try:
+            results = self.run(options)
+        except ValueError as error:
+            print(error, file=sys.stderr)
+            return 2
+        print_results(results, self.summary(results))
+        return 1 if wrong(results) or results["left_out"] else 0
+
+
+def named(points: Iterable[Point], names: Sequence[str]) -> list[Point]:
+    """Selects the points that match a name, or all without names.
+
+    A name is a pattern of the first words of points' names. Raises ValueError if it matches none.
+    """
+    every, found = list(points), dict[Point, None]()
+    for name in names:
+        of_name = [p for p in every if fnmatch.fnmatchcase(f"{p.name} ", f"{name} *")]
+        if not of_name:
+            raise ValueError(f"no point {name!r}")
+        found |= dict.fromkeys(of_name)
+    return list(found) if names else every
 
 
 def of_sweeps(points: Callable[[str], Iterable[Point]]) -> Callable[[Any], Iterable[Point]]:
@@ -349,8 +381,8 @@ def add_direction(
     parser.add_argument("--direction", nargs="+", choices=known, default=default, help=words)
 
 
-def print_results(results: Record, lines: str) -> int:
-    """Prints environment and `lines`; returns the exit status: 1 if a result is wrong."""
+def print_results(results: Record, summary: str = "") -> None:
+    """Prints the environment, what is said of all results, and what was not measured."""
     env = results["environment"]
     print(f"{env['device']}, driver {env['driver']}, jax {env['jax']}, commit {env['commit']}")
     matmuls = [p["matmul_tflops"] for p in results["points"] if "matmul_tflops" in p]
@@ -358,8 +390,8 @@ def print_results(results: Record, lines: str) -> int:
         copy = results.get("copy")
         ceiling = "" if copy is None else f", copy {copy['tb_per_s']:.2f} TB/s"
         print(f"matmul {statistics.median(matmuls):.1f} TFLOP/s{ceiling}")
-    print(lines)
-    for kind, words in (("left_out", "left out"), ("failed", "FAILED")):
-        for name in results.get(kind, ()):
-            print(f"{words}: {name}")
-    return 0 if all_correct(results) else 1
+    print(summary)
+    for name in results["left_out"]:
+        print(f"left out: {name}")
+    for name in wrong(results):
+        print(f"FAILED: {name}")

@@ -25,19 +25,9 @@ from benchmarks.harness import Benchmark, Point
 from benchmarks.jagged import Attend, Hstu, Masked, Phoenix
 from benchmarks.production import measure_versions
 from benchmarks.production_providers import Contender, cudnn
-from benchmarks.records import OUR_NAME, Record, of_ours
+from benchmarks.records import OUR_NAME
 
-#: Bars of the default shape: speed relative to cuDNN's softmax, and fraction of the matmul.
-BARS = {"forward": (1.7, 0.70), "both": (1.8, 0.60)}
-#: Bars of attention with a causal mask: fraction of the matmul by the length of the sequences, and
-#: with a softmax speed relative to cuDNN.
 LENGTHS = (1024, 2048, 4096, 8192)
-FRACTION_BARS = {
-    "forward": dict(zip(LENGTHS, (0.62, 0.74, 0.82, 0.86), strict=True)),
-    "backward": dict(zip(LENGTHS, (0.46, 0.56, 0.64, 0.68), strict=True)),
-}
-CUDNN_BARS = {"forward": 1.1, "backward": 1.0}
-PHOENIX_BAR = 2.0
 
 
 def contenders(shape: Hstu | Phoenix | Masked, direction: str) -> list[Callable[[], Contender]]:
@@ -147,27 +137,8 @@ def measure_point(point: Point, run: harness.Run) -> dict[str, Any]:
     return measure_versions(makers, point, run, flops, quick=3, short_ms=short_ms)
 
 
-@of_ours
-def bars(point: Record, ours: Record, all_points: Sequence[Record]) -> str:
-    """Formats the speed relative to the others, and the bars."""
-    others = [p for p in point["providers"] if p is not ours and "median_ms" in p]
-    ratios = [f"{p['median_ms'] / ours['median_ms']:.2f} x {p['name']}" for p in others]
-    sweep, direction = point["sweep"], point["direction"]
-    if sweep == "default":
-        ratio, fraction = BARS[direction]
-        ratios.append(f"bars {ratio} x cudnn-softmax, {fraction} of the matmul")
-    if sweep == "phoenix":
-        ratios.append(f"bar {PHOENIX_BAR} x the best other library")
-    if sweep == "causal":
-        bar = FRACTION_BARS[direction][point["problem"]["longest"]]
-        ratios.append(f"fraction {ours['fraction']:.3f}, bar {bar}")
-    if sweep == "softmax":
-        ratios.append(f"bar {CUDNN_BARS[direction]} x cudnn-softmax")
-    return ", ".join(ratios)
-
-
 OF_SWEEPS = harness.of_sweeps(points)
-BENCHMARK = Benchmark("hstu", tuple(SWEEPS), OF_SWEEPS, shrink, measure_point, bars)
+BENCHMARK = Benchmark("hstu", tuple(SWEEPS), OF_SWEEPS, shrink, measure_point)
 
 if __name__ == "__main__":
     sys.exit(BENCHMARK.main())

@@ -22,7 +22,7 @@ import ikbo_jax as ikbo
 from benchmarks import harness
 from benchmarks.harness import Benchmark, Point
 from benchmarks.production_draws import normal
-from benchmarks.records import Record, faster, fastest, provider_of
+from benchmarks.records import Record
 from ikbo_jax.cases.error_rule import Check
 from ikbo_jax.problems.look_up import ITEM_BYTES
 
@@ -33,8 +33,6 @@ MOST_CHECKED = 10**7
 #: Largest error of a sum, in units of its last place: one rounding; f32 adds in another order.
 BOUNDS = {"bfloat16": 0.5, "float16": 0.5, "float32": 64.0}
 LOOK_UP, SEGMENT_SUM = "ikbo.look_up", "ikbo.segment_sum"
-#: Providers that are no alternative to `segment_sum`.
-NO_SUMS = ("gather", "copy", LOOK_UP, SEGMENT_SUM)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -203,30 +201,12 @@ def standard(point: Record) -> Record:
     return {"sweep": "", "label": Sizes(**sizes).label, "problem": sizes, "providers": providers}
 
 
-def bars(point: Record, all_points: Any = (), name: str = SEGMENT_SUM) -> str:
-    """Formats an op's speed relative to XLA's best, and its fraction of a copy's bandwidth."""
-    if name not in (LOOK_UP, SEGMENT_SUM):
-        return ""
-    ours, copy = provider_of(point, name), provider_of(point, "copy")
-    names = {p["name"] for p in point["providers"]}.difference(NO_SUMS)
-    names = names if name == SEGMENT_SUM else {"gather"}
-    best = fastest(p for p in point["providers"] if p["name"] in names)
-    if ours is None or copy is None or best is None:
-        return ""
-    sizes = Sizes(**point["problem"])
-    copied = 2 * sizes.batch * sizes.row_bytes / copy["median_ms"]
-    fraction = sizes.moved / ours["median_ms"] / copied
-    return f"{faster(ours, best, best['name'])}, {fraction:.2f} of a copy's bandwidth"
-
-
 BENCHMARK = Benchmark(
     "look_up",
     tuple(SWEEPS),
     harness.of_sweeps(points),
     shrink,
     measure_point,
-    bars,
-    describe=lambda point: "; ".join(bars(point, (), name) for name in (LOOK_UP, SEGMENT_SUM)),
     times_matmul=False,
 )
 

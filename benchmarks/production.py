@@ -9,7 +9,7 @@ measured copy, and an empty kernel. Short calls are timed on the device, with al
 and copies (`harness.Protocol.short_ms`): cuDNN clears memory before its kernels.
 
 The sweeps take turns, so that a run that ends early has points of each; the results file names the
-missing points, and `--left` measures these in another run. Most of the time goes to GEMMs that XLA
+missing points, which `--points` measures in another run. Most of the time goes to GEMMs that XLA
 times for alternatives far from the best: see `checked`.
 """
 
@@ -18,7 +18,6 @@ import dataclasses
 import functools
 import itertools
 import math
-import pathlib
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -31,7 +30,7 @@ from benchmarks import harness, timing
 from benchmarks.harness import Point
 from benchmarks.production_draws import SWEEPS, CompressionShape, normal, shapes, shrink
 from benchmarks.production_providers import TOLERANCE, Contender, contenders
-from benchmarks.records import OUR_NAME, Record, faster, fastest, format_table, of_ours, provider_of
+from benchmarks.records import OUR_NAME, Record, fastest, provider_of
 from ikbo_jax._timing import device_time
 from ikbo_jax._timing.programs import UNTIMED_ON_GPU
 from ikbo_jax.cases import case, error_rule
@@ -60,17 +59,13 @@ MEAN_BARS = {
 
 
 def points(options: argparse.Namespace) -> list[Point]:
-    """Draws the points of a run, or those that an earlier run left out; the sweeps take turns."""
+    """Draws the points of a run; the sweeps take turns."""
     drawn = []
     for sweep in [sweep for sweep in SWEEPS if sweep in options.sweep]:
         op, direction = sweep.split()
         of_op = shapes(op, options.number, options.seed)
         drawn.append([Point(sweep, shape.label, shape, direction) for shape in of_op])
-    found = list(itertools.chain.from_iterable(zip(*drawn, strict=True)))
-    if options.left is None:
-        return found
-    left = set(timing.read_results(options.left)["left_out"])
-    return [point for point in found if point.name in left]
+    return list(itertools.chain.from_iterable(zip(*drawn, strict=True)))
 
 
 def work(point: Point) -> tuple[float, float]:
@@ -292,20 +287,16 @@ def compared(points: Sequence[Record]) -> list[tuple[float, Record]]:
     return sorted(found, key=lambda pair: pair[0])
 
 
-@of_ours
-def bars(point: Record, ours: Record, all_points: Sequence[Record]) -> str:
-    """Formats the best alternative of a point, and this library's speed relative to it."""
-    if (other := alternative(point)) is None:
-        return ""
-    is_slow = other["median_ms"] / ours["median_ms"] < 1 / SLOWEST_BAR
-    return faster(ours, other, other["name"], round(1 / SLOWEST_BAR, 2) if is_slow else None)
-
-
 def _add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--number", type=int, default=80, help="points of every sweep")
     parser.add_argument("--seed", type=int, default=0, help="seed of the draws")
-    words = "only the points that this results file names as left out"
-    parser.add_argument("--left", type=pathlib.Path, help=words)
+
+
+def _summary(results: Record) -> str:
+    # Imported here because the tables' module imports this one.
+    from benchmarks import tables_networks
+
+    return "\n".join(tables_networks.production(results).values())
 
 
 BENCHMARK = harness.Benchmark(
@@ -314,24 +305,10 @@ BENCHMARK = harness.Benchmark(
     points,
     lambda point: dataclasses.replace(point, case=shrink(point.case)),
     measure_point,
-    bars,
-    bars,
-    _add_options,
-    ceilings,
+    add_options=_add_options,
+    prepare=ceilings,
+    summary=_summary,
 )
 
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command line; returns 1 if points are missing or this library failed or erred."""
-    # Imported here because the tables' module imports this one.
-    from benchmarks import tables_networks
-
-    results = BENCHMARK.run(BENCHMARK.parse(argv))
-    table = format_table(results, bars)
-    summary = tables_networks.production(results).values()
-    status = harness.print_results(results, "\n".join([table, *summary]))
-    return 1 if results["left_out"] else status
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(BENCHMARK.main())

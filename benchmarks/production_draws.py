@@ -14,9 +14,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ikbo_jax.cases import attention
 from ikbo_jax.cases.attention import Inputs
+from ikbo_jax.cases.error_rule import Check
 from ikbo_jax.cases.linear_compression import Case
-from ikbo_jax.problems import LinearCompressionProblem
+from ikbo_jax.problems import AttentionProblem, LinearCompressionProblem
 
 Generator = np.random.Generator
 
@@ -110,6 +112,12 @@ class AttentionShape:
         key, value = (normal(n, keys, self.dtype) for n in (1, 2))
         lengths = jnp.asarray(self.lengths) if self.has_lengths else None
         return Inputs(query, key, value, jnp.asarray(self.cand_to_user), lengths)
+
+    def check(self, actual: jax.Array, inputs: Inputs) -> Check:
+        """Compares a result with the oracle for some candidates, and with the XLA path for all."""
+        return attention.Case(AttentionProblem(*dataclasses.astuple(self)[:8])).check(
+            actual, inputs
+        )
 
     @property
     def flops(self) -> float:

@@ -20,7 +20,6 @@ import numpy as np
 from benchmarks import harness, ranking_by_hand
 from benchmarks.harness import Benchmark, Point
 from benchmarks.ranking_by_hand import tuned_copies
-from benchmarks.records import Record, describe_all, faster, listed, provider_of
 from ikbo_jax.cases import ranking as cases
 from ikbo_jax.cases.error_rule import Check
 from ikbo_jax.models import ranking
@@ -33,9 +32,6 @@ RATIOS = (10, 70, 300, 1000)
 CANDIDATES = (256, 512, 1024, 2048, 4096, 8192)
 #: Candidates per user in the sweep over candidates.
 RATIO = 70
-#: Bars at the default point: speed-up of co-designed over materialised and over hand-optimised;
-#: time of rewritten over co-designed; memory of co-designed over materialised.
-COPIES_BAR, BY_HAND_BAR, REWRITE_BAR, MEMORY_BAR = 3.0, 1.25, 1.05, 0.25
 
 
 class Version(NamedTuple):
@@ -149,24 +145,6 @@ def measure_point(
     return {"most": most, "largest": largest, **measured}
 
 
-def bars(point: Record, all_points: Sequence[Record], name: str) -> str:
-    """Formats the figures of a version at the default point, each next to its bar."""
-    timed = (provider_of(point, p.name) for p in (OURS, COPIES, BY_HAND, REWRITTEN))
-    ours, copies, hand, rewritten = timed
-    if point["sweep"] != "default" or ours is None:
-        return ""
-    if name == REWRITTEN.name and rewritten is not None:
-        share = rewritten["median_ms"] / ours["median_ms"]
-        return f"{share:.3f} of the layers' time, bar {REWRITE_BAR}"
-    if name != OURS.name:
-        return ""
-    found = [faster(ours, copies, "the copies", COPIES_BAR)]
-    if copies is not None and ours.get("total_bytes") and copies.get("total_bytes"):
-        share = ours["total_bytes"] / copies["total_bytes"]
-        found.append(f"{share:.2f} of their memory, bar {MEMORY_BAR}")
-    return listed(*found, faster(ours, hand, "XLA by hand", BY_HAND_BAR))
-
-
 def _measure(point: Point, run: harness.Run) -> dict[str, Any]:
     # Sweeps omit the tuned copies, which take longer to compile than to time.
     versions = [p for p in ALL if point.sweep == "default" or p is not TUNED]
@@ -180,8 +158,6 @@ BENCHMARK = Benchmark(
     harness.of_sweeps(points),
     lambda point: dataclasses.replace(point, case=small(point.case)),
     _measure,
-    bars,
-    describe_all,
     times_matmul=False,
 )
 

@@ -22,7 +22,7 @@ from benchmarks import harness, ranking
 from benchmarks import training_networks as networks
 from benchmarks.harness import Benchmark, Point
 from benchmarks.ranking import Version
-from benchmarks.records import OUR_NAME, Record, describe_all, faster, fastest, listed, provider_of
+from benchmarks.records import OUR_NAME, Record, faster, fastest, listed, provider_of
 
 #: The most telling first: a version's step compiles in 5 to 25 s.
 SWEEPS = ("default", "users", "gdpa", "ratio")
@@ -199,7 +199,6 @@ BENCHMARK = Benchmark(
     shrink,
     _measure,
     bars,
-    describe_all,
     times_matmul=False,
 )
 

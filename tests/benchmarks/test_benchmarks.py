@@ -136,12 +136,10 @@ def test_a_wrong_provider_is_caught_and_a_failing_one_recorded():
     ok = [record.get("ok") for record in found["providers"]]
     assert ok == [None, True, False, False]
     assert found["providers"][0]["failure"] == "RuntimeError: broken"
-    results = {
-        "points": [{"sweep": "m", "label": "tiny"} | found],
-        "environment": {"platform": "cpu"},
-    }
-    assert not records.all_correct(results)
-    assert records.format_table(results, linear_compression.bars).count("WRONG RESULT") == 2
+    measured = {"sweep": "m", "label": "tiny"} | found
+    names = [f"m tiny, {name}" for name in (OUR_NAME, "wrong", "nan")]
+    assert records.wrong({"points": [measured]}) == names
+    assert records.format_point(measured, linear_compression.bars).count("WRONG RESULT") == 2
 
 
 def test_the_oracle_is_the_equation():
@@ -167,7 +165,7 @@ def test_run_writes_every_point_and_the_report_reads_it(tmp_path, monkeypatch):
     results = timing.read_results(path)
     assert [p["sweep"] for p in results["points"]] == ["default", "m", "ratio"]
     assert results["protocol"]["rounds"] == 1
-    assert records.all_correct(results)
+    assert not records.wrong(results)
     assert results["points"][0]["problem"]["batches"] == [2, 6]
     environment = results["environment"]
     assert environment["commit"] == "0123456789abcdef"
@@ -247,7 +245,7 @@ def synthetic() -> dict:
 
 
 def test_bars_stand_beside_what_was_reached():
-    text = records.format_table(synthetic(), linear_compression.bars)
+    text = records.format_point(synthetic()["points"][0], linear_compression.bars)
     assert "fraction 0.800, bar 0.82" in text
     assert "skipped: no PyTorch" in text
 
@@ -320,7 +318,7 @@ def test_a_point_that_raises_does_not_end_the_run(tmp_path, capsys):
 
     out = tmp_path / "some.json"
     points = [harness.Point("sweep", label, None) for label in ("large", "small")]
-    benchmark = harness.Benchmark("some", (), lambda _: points, lambda p: p, measure, str)
+    benchmark = harness.Benchmark("some", (), lambda _: points, lambda p: p, measure)
     assert benchmark.main(["--quick", "--out", str(out)]) == 1
     results = timing.read_results(out)
     assert [p["label"] for p in results["points"]] == ["small"]

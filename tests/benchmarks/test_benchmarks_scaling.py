@@ -97,7 +97,7 @@ def test_a_run_in_small(tmp_path, capsys):
     """Up to all eight of the tests' devices; the ops' forward passes move nothing."""
     out = tmp_path / "scaling.json"
     labels = ["strong 2", "weak 8"]
-    options = ["--quick", "--sweep", "linear_compression", "--points", *labels]
+    options = ["--quick", "--points", *(f"linear_compression {x}" for x in labels)]
     assert scaling.main(["--out", str(out), *options]) == 0
     points = json.loads(out.read_text())["points"]
     assert [point["label"] for point in points] == labels
@@ -145,7 +145,7 @@ def test_one_process_for_each_device_in_small(tmp_path, monkeypatch):
         children, "command", lambda module, *given: [sys.executable, "-c", WORK, *given]
     )
     out = tmp_path / "processes.json"
-    options = ["--processes", "0", "--sweep", "attention", "network", "--points", "strong 2"]
+    options = ["--processes", "0", "--sweep", "attention", "network", "--points", "* strong 2"]
     assert scaling.main(["--quick", "--out", str(out), *options]) == 0
     results = json.loads(out.read_text())
     assert (results["devices"], results["processes"]) == (2, 2)
