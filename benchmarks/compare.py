@@ -118,7 +118,7 @@ class Group(NamedTuple):
     gradients: int = 0
 
     def points(self) -> Iterable[Point]:
-        return self.benchmark.points(self.benchmark.parse(["--out", os.devnull, *self.options]))
+        return self.benchmark.todo(self.benchmark.parse(["--out", os.devnull, *self.options]))
 
     def program(self, library: ModuleType, case: Any) -> Callable[[Any], list[jax.Array]]:
         """Makes a function of the inputs of `case`.
@@ -273,13 +273,12 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
 
 BENCHMARK = Benchmark(
     "compare",
-    (),
     points,
-    lambda point: group_of(point).benchmark.shrink(point),
     measure_point,
     bars,
     _add_options,
     lambda run: run.results.update(before=run.options.before),
+    shrink=lambda point: group_of(point).benchmark.shrink(point),
     arrange=in_turn,
     times_matmul=False,
 )

@@ -110,35 +110,22 @@ SWEEPS: dict[str, Sequence[Hstu | Phoenix | Masked]] = {
 }
 
 
-def points(sweep: str) -> Iterator[Point]:
-    """Yields the points of a sweep."""
-    for shape in SWEEPS[sweep]:
-        for direction in shape.directions:
-            yield Point(sweep, f"{shape.label}, {direction}", shape, direction)
-
-
-def shrink(point: Point) -> Point:
-    """Makes the point's sizes small enough for a CPU."""
-    if isinstance(point.case, Masked):
-        targets = min(2, point.case.targets)
-        return point.with_case(batch=2, longest=9, heads=2, head_dim=8, targets=targets)
-    if isinstance(point.case, Phoenix):
-        heads = {"q_heads": 4, "kv_heads": 2, "head_dim": 8, "width": 16}
-        layers = min(2, point.case.layers)
-        return point.with_case(batch=2, layers=layers, candidates=3, history=(3, 9), **heads)
-    sizes = {"batch": 2, "layers": 1, "shortest": 3, "longest": 9, "width": 16}
-    return point.with_case(**sizes, heads=2, head_dim=8)
+POINTS = [
+    Point(sweep, f"{shape.label}, {direction}", shape, direction)
+    for sweep, shapes in SWEEPS.items()
+    for shape in shapes
+    for direction in shape.directions
+]
 
 
 def measure_point(point: Point, run: harness.Run) -> dict[str, Any]:
-    """Checks all versions at a point, and times them interleaved; with "quick", the first three."""
+    """Checks all versions at a point, and times them interleaved."""
     makers, flops = contenders(point.case, point.direction), point.case.flops(point.direction)
     short_ms = math.inf if isinstance(point.case, Masked) else 0.0
-    return measure_versions(makers, point, run, flops, quick=3, short_ms=short_ms)
+    return measure_versions(makers, point, run, flops, short_ms=short_ms)
 
 
-OF_SWEEPS = harness.of_sweeps(points)
-BENCHMARK = Benchmark("hstu", tuple(SWEEPS), OF_SWEEPS, shrink, measure_point)
+BENCHMARK = Benchmark("hstu", POINTS, measure_point)
 
 if __name__ == "__main__":
     sys.exit(BENCHMARK.main())

@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -21,7 +21,9 @@ import numpy as np
 import ikbo_jax as ikbo
 from benchmarks import harness
 from benchmarks.harness import Benchmark, Point
+from benchmarks.production import checked
 from benchmarks.production_draws import normal
+from benchmarks.production_providers import Contender
 from benchmarks.records import Record
 from ikbo_jax.cases.error_rule import Check
 from ikbo_jax.problems.look_up import ITEM_BYTES
@@ -90,17 +92,9 @@ CHOSEN = [
     Sizes(65_536, 4096, 2048, "bfloat16", False),
     *(Sizes(*sizes, "bfloat16", False, is_hot=True) for sizes in HOT),
 ]
+#: Sizes by sweep.
 SWEEPS: dict[str, Sequence[Sizes]] = {"drawn": drawn(), "chosen": CHOSEN}
-
-
-def points(sweep: str) -> Iterator[Point]:
-    """Yields the points of a sweep."""
-    return (Point(sweep, sizes.label, sizes) for sizes in SWEEPS[sweep])
-
-
-def shrink(point: Point) -> Point:
-    """Makes the point's sizes small enough for a CPU."""
-    return point.with_case(batch=40, users=min(5, point.case.users), row_bytes=32)
+POINTS = [Point(sweep, x.label, x) for sweep, every in SWEEPS.items() for x in every]
 
 
 def providers(sizes: Sizes) -> dict[str, tuple[str, Callable[..., jax.Array]]]:
@@ -173,22 +167,20 @@ def measure_point(point: Point, run: harness.Run) -> dict[str, Any]:
     )
     index = jnp.asarray(at)
 
-    def compare(name: str, out: jax.Array) -> Check:
-        if name == SEGMENT_SUM:
+    def compare(contender: Contender, results: Sequence[jax.Array]) -> Check:
+        (out,) = results
+        if contender.name == SEGMENT_SUM:
             return _check_sums(sizes, at, values, out)
-        # Some numbers, but no other one, may differ: of XLA's sums in the rows' dtype.
-        return Check(float(jnp.sum(out != user[index])) if name == LOOK_UP else 0.0, 0.5)
+        # XLA's sums in the rows' dtype differ: of its results, none is checked.
+        wrong = jnp.sum(out != user[index]) if contender.name == LOOK_UP else 0
+        return Check(float(wrong), 0.5)
 
-    def compiled(name: str, op: str, fn: Callable[..., jax.Array]) -> harness.Contender:
-        prepared = lambda: (fn, (user if op == "look_up" else values, index))  # noqa: E731
-        check = functools.partial(compare, name)
-        return harness.compile_and_check(name, op, prepared, check, why_not=why_not)
-
-    # XLA's scatters of the largest arrays do not run.
-    why_not = harness.why_too_large
-    contenders = [compiled(name, op, fn) for name, (op, fn) in providers(sizes).items()]
-    protocol = dataclasses.replace(run.protocol, short_ms=math.inf)
-    return harness.measure(contenders, protocol)
+    makers = [
+        functools.partial(Contender, name, op, fn, (user if op == "look_up" else values,), (index,))
+        for name, (op, fn) in providers(sizes).items()
+    ]
+    found = checked(makers, "forward", compared=compare)
+    return harness.measure(found, dataclasses.replace(run.protocol, short_ms=math.inf))
 
 
 def standard(point: Record) -> Record:
@@ -201,14 +193,7 @@ def standard(point: Record) -> Record:
     return {"sweep": "", "label": Sizes(**sizes).label, "problem": sizes, "providers": providers}
 
 
-BENCHMARK = Benchmark(
-    "look_up",
-    tuple(SWEEPS),
-    harness.of_sweeps(points),
-    shrink,
-    measure_point,
-    times_matmul=False,
-)
+BENCHMARK = Benchmark("look_up", POINTS, measure_point, times_matmul=False)
 
 if __name__ == "__main__":
     sys.exit(BENCHMARK.main())

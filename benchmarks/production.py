@@ -20,7 +20,7 @@ import itertools
 import math
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -28,7 +28,7 @@ import jax.numpy as jnp
 
 from benchmarks import harness, timing
 from benchmarks.harness import Point
-from benchmarks.production_draws import SWEEPS, CompressionShape, normal, shapes, shrink
+from benchmarks.production_draws import SWEEPS, CompressionShape, normal, shapes
 from benchmarks.production_providers import TOLERANCE, Contender, contenders
 from benchmarks.records import OUR_NAME, Record, fastest, provider_of
 from ikbo_jax._timing import device_time
@@ -180,7 +180,7 @@ def checked(
             lambda: in_direction(contender, direction),
             functools.partial(compared or by_xla, contender),
             options,
-            OF_THIS_LIBRARY.get(contender.name, why_not_run),
+            why_not_run,
         )
         if contender.other:
             found.record["note"] = f"another function: {contender.other}"
@@ -193,8 +193,9 @@ def checked(
         try:
             contender = makers[number]()
         except Exception as failure:
-            record = {"name": makers[number].__name__.replace("_", "-"), "stage": "-"}
-            found[number] = harness.Contender(record | why_not_run(failure))
+            name = makers[number].__name__.replace("_", "-")
+            record = {"name": name, "stage": "-"} | why_not_run(name, failure)
+            found[number] = harness.Contender(record)
             continue
         if contender.is_xla and fastest:
             found[number] = check(contender, UNTIMED)
@@ -209,13 +210,11 @@ def checked(
     return [found[number] for number in range(len(makers))]
 
 
-def why_not_run(failure: Exception) -> dict[str, str]:
-    """Explains why an alternative did not run: cuDNN refuses some sizes, copies may not fit."""
+def why_not_run(name: str, failure: Exception) -> dict[str, str]:
+    """Explains why a contender did not run; alternatives may refuse some sizes, as cuDNN does."""
+    if name == "xla" or name.startswith(OUR_NAME):
+        return harness.why_not_run(name, failure)
     return {"skipped": f"{type(failure).__name__}: {failure!s:.200}"}
-
-
-#: What explains why this library's op, or its XLA path, did not run: another reason is a failure.
-OF_THIS_LIBRARY = {OUR_NAME: harness.why_not_run, "xla": harness.why_too_large}
 
 
 def rough_ms(thunk: Callable[[], Any]) -> float:
@@ -232,15 +231,17 @@ def rough_ms(thunk: Callable[[], Any]) -> float:
 
 
 def measure_versions(
-    makers: Iterable[Callable[[], Contender]],
+    makers: Sequence[Callable[[], Contender]],
     point: Point,
     run: harness.Run,
     flops: float,
-    quick: int,
+    *,
+    compared: Callable[[Contender, Sequence[Any]], Check] | None = None,
     short_ms: float = 0.0,
 ) -> dict[str, Any]:
-    """Checks versions, and times them by turns; with the option "quick", the first `quick`."""
-    found = checked([*makers][: quick if run.options.quick else None], point.direction)
+    """Checks versions, and times them by turns; with the option "quick", the first three."""
+    chosen = makers[:3] if run.options.quick else makers
+    found = checked(chosen, point.direction, compared=compared)
     return harness.measure(found, dataclasses.replace(run.protocol, short_ms=short_ms), flops)
 
 
@@ -301,10 +302,9 @@ def _summary(results: Record) -> str:
 
 BENCHMARK = harness.Benchmark(
     "production",
-    SWEEPS,
     points,
-    lambda point: dataclasses.replace(point, case=shrink(point.case)),
     measure_point,
+    sweeps=SWEEPS,
     add_options=_add_options,
     prepare=ceilings,
     summary=_summary,

@@ -43,16 +43,17 @@ def joined(files: Mapping[str, Record]) -> Record:
     The files may be of several commits: all of them are named. Raises ValueError if two files
     differ in benchmark, protocol or other parts of the environment, or hold the same point.
     """
-    if len(files) == 1:
-        return next(iter(files.values()))
     (first, results), *others = files.items()
+    if not others:
+        return results
+
+    def origin(file: Record) -> dict[str, Any]:
+        environment = file["environment"] | {"commit": None, "date": None}
+        return {name: file[name] for name in ("op", "protocol")} | environment
+
     for name, other in others:
-        free = {"commit": None, "date": None}
-        ours, theirs = (x["environment"] | free for x in (results, other))
-        pairs = [(results[field], other[field]) for field in ("op", "protocol")]
-        for one, two in [*pairs, (ours, theirs)]:
-            if one != two:
-                raise ValueError(f"{first} has {one}, but {name} has {two}")
+        if (ours := origin(results)) != (theirs := origin(other)):
+            raise ValueError(f"{first} has {ours}, but {name} has {theirs}")
     points = [point for file in files.values() for point in file["points"]]
     labels = [(point["sweep"], point["label"], point.get("processes", "")) for point in points]
     if twice := [label for label in labels if labels.count(label) > 1]:
@@ -125,7 +126,7 @@ FIGURES = (
 def format_point(point: Record, bars: Bars, points: Sequence[Record] = ()) -> str:
     """Formats a point, one of `points`, with a line for every provider."""
     lines = [] if point["providers"] else [f"nothing is timed: {point.get('reason')}"]
-    first = next((p for p in point["providers"] if "median_ms" in p), {})
+    first: Record = next((p for p in point["providers"] if "median_ms" in p), {})
     for p in point["providers"]:
         figures = [
             f"{p[field] / divisor:.{digits}f} {unit}"

@@ -115,7 +115,7 @@ def replace_blocks(text: str, bodies: Mapping[str, str]) -> str:
 
 def updated(root: pathlib.Path, bodies_of: Callable[[str], Mapping[str, str]]) -> dict[str, str]:
     """Finds the documents below `root` that change by the bodies of their blocks; their texts."""
-    found = {}
+    found: dict[str, str] = {}
     for document in DOCUMENTS:
         if (root / document).exists():
             before = (root / document).read_text(encoding="utf-8")

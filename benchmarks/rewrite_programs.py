@@ -217,11 +217,10 @@ def summary(points: Sequence[Record]) -> str:
 
 BENCHMARK = harness.Benchmark(
     "rewrite_programs",
-    (),
     points,
-    shrink,
     measure_point,
     figures,
+    shrink=shrink,
     summary=lambda results: summary(results["points"]),
     times_matmul=False,
 )

@@ -367,13 +367,13 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
 
 BENCHMARK = harness.Benchmark(
     "scaling",
-    tuple(PROGRAMS),
     _points,
-    lambda point: point,
     measure,
     bars,
     _add_options,
     lambda run: run.results.update({"devices": jax.device_count(), **_processes()}),
+    sweeps=tuple(PROGRAMS),
+    shrink=lambda point: point,
     times_matmul=False,
 )
 

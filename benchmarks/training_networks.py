@@ -243,10 +243,10 @@ def task_of(sizes: Any) -> Task:
     untimed = functools.partial(jax.jit, compiler_options=options)
     if not isinstance(sizes, Sizes):
         params = ranking.init(sizes)
-        inputs, shape = ranking.make_request(sizes), (sizes.candidates, sizes.tasks)
+        request, shape = ranking.make_request(sizes), (sizes.candidates, sizes.tasks)
         labels = jax.random.rademacher(jax.random.key(1), shape, jnp.float32)
-        logits = untimed(cases.oracle)(params, inputs)
-        return Task(params, inputs, labels, float(jnp.mean(jax.nn.softplus(-labels * logits))))
+        logits = untimed(cases.oracle)(params, request)
+        return Task(params, request, labels, float(jnp.mean(jax.nn.softplus(-labels * logits))))
     # The padded network in float32, of parameters rounded as in a step.
     params, (inputs, labels) = init(sizes), draw_sequences(sizes)
     wide = inputs._replace(rows=inputs.rows.astype(jnp.float32))

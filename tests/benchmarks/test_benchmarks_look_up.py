@@ -3,19 +3,15 @@
 import json
 import pathlib
 
-import pytest
-
 from benchmarks import look_up, report
 
 RESULTS = pathlib.Path(look_up.__file__).parent / "results" / "look_up" / "h100.json"
 
 
-def test_points_are_checked_and_described(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
-) -> None:
-    monkeypatch.setitem(look_up.SWEEPS, "chosen", look_up.CHOSEN[:1])
+def test_points_are_checked_and_described(tmp_path: pathlib.Path) -> None:
     out = tmp_path / "results.json"
-    assert look_up.BENCHMARK.main(["--out", str(out), "--quick", "--sweep", "chosen"]) == 0
+    name = f"chosen {look_up.CHOSEN[0].label}"
+    assert look_up.BENCHMARK.main(["--out", str(out), "--quick", "--points", name]) == 0
     (point,) = json.loads(out.read_text())["points"]
     names = {"gather", "copy", look_up.LOOK_UP, look_up.SEGMENT_SUM, "scatter"}
     assert {p["name"] for p in point["providers"] if p["ok"]} >= names

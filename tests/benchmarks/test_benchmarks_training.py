@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import types
 
 import jax
 import jax.numpy as jnp
@@ -74,10 +75,8 @@ def test_a_run_in_small_and_its_report(tmp_path, capsys, monkeypatch, one_parame
         small = GDPA if isinstance(point.case, networks.Sizes) else SIZES
         return dataclasses.replace(point, case=small)
 
-    firsts = [next(training.points(sweep)) for sweep in training.SWEEPS]
-    benchmark = dataclasses.replace(
-        training.BENCHMARK, points=lambda options: firsts, shrink=smaller
-    )
+    firsts = list({p.sweep: p for p in reversed(training.POINTS)}.values())
+    benchmark = dataclasses.replace(training.BENCHMARK, points=firsts, shrink=smaller)
     path = tmp_path / "training.json"
     assert benchmark.main(["--out", str(path), "--quick"]) == 0
     results = timing.read_results(path)
@@ -91,7 +90,7 @@ def test_a_run_in_small_and_its_report(tmp_path, capsys, monkeypatch, one_parame
     assert {"training-table", "training-ratio", "training-gdpa"} <= blocks.keys()
 
 
-def test_wrong_losses_wrong_gradients_failures_and_what_does_not_fit(one_parameter):
+def test_wrong_losses_wrong_gradients_failures_and_what_does_not_fit(one_parameter, monkeypatch):
     frozen = version("frozen")
     network = frozen.make(SIZES)
 
@@ -109,7 +108,8 @@ def test_wrong_losses_wrong_gradients_failures_and_what_does_not_fit(one_paramet
     )
     protocol = harness.Protocol(window_s=0.001, rounds=1, matmul_size=0)
     point = Point("default", "B=12", SIZES)
-    measured = training.measure_point(point, versions, protocol)
+    monkeypatch.setattr(training, "OF_RANKING", versions)
+    measured = training.measure_point(point, types.SimpleNamespace(protocol=protocol))
     right, wrong, frozen, broken, large = measured["providers"]
     assert (right["ok"], wrong["ok"], frozen["ok"]) == (True, False, False)
     assert "no such thing" in broken["failure"]
