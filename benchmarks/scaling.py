@@ -25,7 +25,6 @@ import functools
 import math
 import os
 import pathlib
-import re
 import statistics
 import sys
 import tempfile
@@ -220,27 +219,6 @@ PROVIDERS = {
 }
 
 
-# An asynchronous collective's type holds the tuple of its operands before its results.
-_OPERANDS = r"\((?:[^()]|\([^()]*\))*\), "
-_COLLECTIVE = re.compile(
-    rf" = (?:\({_OPERANDS})?(?P<shapes>\(.*?\)|\S+) (?P<name>all-gather|all-reduce|all-to-all"
-    r"|collective-permute|reduce-scatter)(?:-start)?\("
-)
-_SHAPE = re.compile(r"(?P<bits>[a-z]+(\d+))\[(?P<sizes>[\d,]*)\]")
-
-
-def traffic(program: str) -> dict[str, dict[str, int]]:
-    """Counts collectives and the bytes of their results, by name, in a compiled program's text."""
-    found: dict[str, dict[str, int]] = {}
-    for match in _COLLECTIVE.finditer(program):
-        entry = found.setdefault(match["name"], {"count": 0, "bytes": 0})
-        entry["count"] += 1
-        for shape in _SHAPE.finditer(match["shapes"]):
-            size = math.prod(int(size) for size in shape["sizes"].split(",") if size)
-            entry["bytes"] += size * max(1, int(shape[2]) // 8)
-    return found
-
-
 def _compiled(programs: Mapping[str, Program]) -> dict[str, Any]:
     """Compiles programs at once; each is lowered once, however many options it has."""
     lowered = {id(x): jax.jit(x.fn).lower(*x.args) for x in programs.values()}
@@ -283,7 +261,7 @@ def measure(point: Point, run: harness.Run) -> dict[str, Any]:
             error = float(np.abs(results[name] - expected).max() / np.abs(expected).max())
             record |= {"error": error, "bound": TOLERANCE, "ok": error <= TOLERANCE}
         if name != ONE:
-            record["collectives"] = traffic(compiled[name].as_text() or "")
+            record["collectives"] = several_processes.traffic(compiled[name].as_text() or "")
         median = statistics.median(ms)
         providers.append(record | {"ms": ms, "median_ms": median, "of_one": median / one})
     return {**scale._asdict(), "providers": providers, **_processes()}

@@ -171,9 +171,9 @@ def xla(query: Any, key: Any, value: Any, _: Any, kv_lengths: Any) -> Any:
     return out * jnp.asarray(key.shape[1] ** -0.5, out.dtype)
 
 
-def softmax(library: production_providers.Library = production_providers.cudnn) -> Attention:
+def softmax() -> Attention:
     """Makes softmax attention in place of all three; raises NotImplementedError without cuDNN."""
-    return _padded(production_providers.softmax(library))
+    return _padded(production_providers.softmax())
 
 
 # Steps and tasks

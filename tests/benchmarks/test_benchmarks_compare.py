@@ -4,7 +4,6 @@ import os
 import pathlib
 import re
 import shutil
-import signal
 import subprocess
 import sys
 
@@ -155,11 +154,3 @@ def test_processes_share_work(tmp_path):
     assert list(first) == []
     (tmp_path / "other").mkdir()
     assert list(children.claims(tmp_path / "other", 4, until=0.0)) == []
-
-
-def test_processes_end_with_the_one_that_started_them():
-    sleep = [sys.executable, "-c", "import time; time.sleep(600)"]
-    processes = [subprocess.Popen(sleep) for _ in range(2)]
-    with pytest.raises(SystemExit), children.ending(processes):
-        signal.raise_signal(signal.SIGTERM)
-    assert all(process.returncode == -signal.SIGKILL for process in processes)
