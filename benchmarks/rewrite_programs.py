@@ -1,4 +1,4 @@
-"""Benchmark of `ikbo.rewrite` on the ranking models of `rewrite_zoo`, in three sizes each.
+"""Benchmark of `ikbo.rewrite` on `examples/ranking_models.py`, in three sizes each.
 
     python -m benchmarks.rewrite_programs --jobs 14 --budget-s 540 --out FILE
 
@@ -25,7 +25,7 @@ import numpy as np
 from benchmarks import harness
 from benchmarks.harness import Point
 from benchmarks.records import Record, listed, provider_of
-from benchmarks.rewrite_zoo import BY_HAND, MODELS, SIZES, SMALL, Program
+from examples.ranking_models import BY_HAND, MODELS, SIZES, SMALL, Program
 from ikbo_jax.cases import case, error_rule
 from ikbo_jax.cases.error_rule import Check
 from ikbo_jax.ops.explain import explain

@@ -2,15 +2,16 @@
 
 import pytest
 
-from benchmarks import report, rewrite_programs, rewrite_zoo, tables_networks, timing
+from benchmarks import report, rewrite_programs, tables_networks, timing
+from examples import ranking_models
 
 pytestmark = pytest.mark.slow
 
 
-@pytest.mark.parametrize("model", rewrite_zoo.BY_HAND)
+@pytest.mark.parametrize("model", ranking_models.BY_HAND)
 def test_models_of_a_real_size_in_small_and_their_report(tmp_path, monkeypatch, model):
     """The original of the transformer scores a part."""
-    monkeypatch.setattr(rewrite_zoo, "LAYERS", 1)
+    monkeypatch.setattr(ranking_models, "LAYERS", 1)
     out = tmp_path / "models.json"
     options = ("--out", str(out), "--quick")
     # Without an oracle, the forms are compared with the original.
