@@ -134,11 +134,11 @@ def format_point(point: Record, bars: Bars, points: Sequence[Record] = ()) -> st
             if p.get(field) is not None
         ]
         if "median_ms" not in p:
-            figures = [f"{p.get('failure') or 'skipped: ' + p['skipped']:.90}"]
+            figures = [f"{p.get('failure') or 'skipped: ' + p.get('skipped', ''):.90}"]
         elif p is not first:
             figures.append(f"{p['median_ms'] / first['median_ms']:.3f} of {first['name']}'s time")
         if "error" in p:
-            figures.append(f"error/bound {p['error'] / p['bound']:.2f}")
+            figures.append(f"error/bound {p['error'] / max(p['bound'], 1e-30):.2f}")
         figures += [bars(point, points, p["name"]), p.get("note", "")]
         figures.append("" if p.get("ok", True) else "WRONG RESULT")
         lines.append(f"{p['name']}: {', '.join(filter(None, figures))}")
