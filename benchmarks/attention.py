@@ -11,16 +11,12 @@ path in float32. `benchmarks.production` draws further sizes, and times both dir
 
 import dataclasses
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-import numpy as np
-
-from benchmarks import harness, production_draws
+from benchmarks import harness
 from benchmarks.harness import Benchmark, Point
-from benchmarks.production import checked, measure_versions
+from benchmarks.production import measure_versions
 from benchmarks.production_draws import AttentionShape
 from benchmarks.production_providers import Contender, contenders
 from benchmarks.records import (
@@ -33,24 +29,11 @@ from benchmarks.records import (
     ours_at,
     provider_of,
 )
-from ikbo_jax.cases import attention as case
-from ikbo_jax.cases import error_rule
 from ikbo_jax.cases.error_rule import Check
-
-
-class LongLengths(AttentionShape):
-    """Attention in which the users' histories have lengths in S/2..S."""
-
-    @property
-    def lengths(self) -> np.ndarray:
-        drawn = np.random.default_rng(2).integers(-(-self.kv_len // 2), self.kv_len + 1, self.users)
-        return drawn.astype(np.int32)
-
 
 #: Sizes: B, U, T, S, N, K, H, dtype, index, whether users have lengths.
 DEFAULT = AttentionShape(2048, 32, 64, 4096, 2, 2, 128, "bfloat16", "even", has_lengths=False)
-LENGTHS = LongLengths(**dataclasses.asdict(DEFAULT) | {"has_lengths": True})
-GRADIENT_DEFAULT = dataclasses.replace(DEFAULT, kv_len=2048)
+DEFAULTS = {"forward": DEFAULT, "backward": dataclasses.replace(DEFAULT, kv_len=2048)}
 #: Bars of the gradient's fraction of the matmul, by S.
 GRADIENT_BARS = {512: 0.45, 1024: 0.55, 2048: 0.62, 4096: 0.66, 8192: 0.68}
 #: Points by direction and sweep: the label, and what differs from the default.
@@ -71,7 +54,7 @@ SWEEPS["forward"] = {
     "heads": (("8:2 heads", {"batch": 512, "users": 8, "q_heads": 8}),),
     "index": (
         ("odd counts", {"index": "ragged", "batch": 2049}),
-        ("lengths S/2..S", {}),
+        ("lengths S/2..S", {"has_lengths": True, "shortest": DEFAULT.kv_len // 2}),
         ("unsorted", {"index": "unsorted"}),
         ("unsorted S=1024", {"index": "unsorted", "kv_len": 1024}),
     ),
@@ -102,59 +85,30 @@ NARROW_BAR = 0.75
 CUDNN_BAR = 1.15
 
 
-def points(sweep: str, direction: str = "forward") -> Iterator[Point]:
-    """Yields the points of a sweep in one direction, which may have none."""
-    for label, changed in SWEEPS[direction].get(sweep, ()):
-        default = LENGTHS if label == "lengths S/2..S" else DEFAULT
-        default = GRADIENT_DEFAULT if direction == "backward" else default
-        yield Point(sweep, label, dataclasses.replace(default, **changed), direction)
-
-
-def shrink(point: Point) -> Point:
-    """Makes the point's sizes small enough for a CPU."""
-    return dataclasses.replace(point, case=production_draws.shrink(point.case))
+POINTS = [
+    Point(sweep, label, dataclasses.replace(DEFAULTS[direction], **changed), direction)
+    for direction, sweeps in SWEEPS.items()
+    for sweep, changes in sweeps.items()
+    for label, changed in changes
+]
 
 
 def measure_point(point: Point, run: harness.Run) -> dict[str, Any]:
     """Checks versions at a point, and times them interleaved with the reference matmul.
 
-    The copies are timed in the sweep over S, whose bars need them; with "quick", this library's op
-    and its XLA path alone.
+    The copies are timed in the sweep over S, whose bars need them.
     """
+    flops = harness.ATTENTION_WORK[point.direction] * point.case.flops
     if point.direction != "forward":
-        flops = harness.ATTENTION_WORK[point.direction] * point.case.flops
-        return measure_versions(contenders(point.case), point, run, flops, quick=2)
+        return measure_versions(contenders(point.case), point, run, flops)
     ours, xla, grouped, _, copies = contenders(point.case, is_drawn=False)
-    chosen = [ours, xla]
-    if not run.options.quick:
-        chosen += [grouped, *([copies] if point.sweep == "s" else [])]
-    found = checked(chosen, "forward", compared=_check_of(point.case))
-    return harness.measure(found, run.protocol, point.case.flops)
-
-
-def _check_of(shape: AttentionShape) -> Callable[[Contender, Sequence[Any]], Check]:
-    """Makes the check by the error rule; the oracle computes a candidate at a time."""
-
-    @jax.jit
-    def truth_of(inputs: case.Inputs) -> error_rule.Truth:
-        def of_one(row: jax.Array) -> tuple[jax.Array, jax.Array]:
-            one = inputs._replace(
-                query=inputs.query[row][None], cand_to_user=inputs.cand_to_user[row][None]
-            )
-            exact = case.oracle(one, jnp.arange(1))
-            return exact[0], error_rule.largest_difference(case.materialised(*one), exact)
-
-        exact, errors = jax.lax.map(of_one, jnp.arange(shape.batch, dtype=jnp.int32))
-        return error_rule.Truth(exact, jnp.max(errors), jnp.max(jnp.abs(exact)))
-
-    truth = truth_of(shape.inputs())
+    chosen = [ours, xla, grouped, *([copies] if point.sweep == "s" else [])]
+    inputs = point.case.inputs()
 
     def check(contender: Contender, results: Sequence[Any]) -> Check:
-        out = contender.finish(results[0])
-        error = float(error_rule.largest_difference(out, truth.oracle))
-        return Check(error, truth.bound(out.dtype, shape.kv_len))
+        return point.case.check(contender.finish(results[0]), inputs)
 
-    return check
+    return measure_versions(chosen, point, run, flops, compared=check)
 
 
 @of_ours
@@ -187,15 +141,7 @@ def bars(point: Record, ours: Record, all_points: Sequence[Record]) -> str:
     return listed(*found)
 
 
-BENCHMARK = Benchmark(
-    "attention",
-    tuple(SWEEPS["forward"]),
-    harness.of_directions(points),
-    shrink,
-    measure_point,
-    bars,
-    add_options=harness.add_direction,
-)
+BENCHMARK = Benchmark("attention", POINTS, measure_point, bars, directions=["forward"])
 
 if __name__ == "__main__":
     sys.exit(BENCHMARK.main())

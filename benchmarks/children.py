@@ -9,15 +9,16 @@ import argparse
 import contextlib
 import os
 import pathlib
-import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NoReturn
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import jax
+
+from examples import several_processes
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 #: Part of the budget after which no further point is compiled before the timing.
@@ -46,23 +47,6 @@ GIVING_BACK = {
     "XLA_PYTHON_CLIENT_ALLOCATOR": "cuda_async",
     "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.02",
 }
-
-
-@contextlib.contextmanager
-def ending(processes: Sequence[subprocess.Popen[bytes]]) -> Iterator[None]:
-    """Ends the processes when the block ends, also by an exception or SIGTERM."""
-
-    def end(number: int, frame: Any) -> NoReturn:
-        raise SystemExit(128 + number)
-
-    before = signal.signal(signal.SIGTERM, end)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
-        for process in processes:
-            process.kill()
-            process.wait()
 
 
 def claims(folder: pathlib.Path, number: int, until: float = float("inf")) -> Iterator[int]:
@@ -111,6 +95,7 @@ def programs(op: str, options: argparse.Namespace) -> Iterator[None]:
     `shared`: the folder that these processes share.
     """
     if options.shared is not None:
+        several_processes.end_with_stdin()
         share(options.shared)
     if options.shared is not None or not options.jobs:
         yield
@@ -118,10 +103,13 @@ def programs(op: str, options: argparse.Namespace) -> Iterator[None]:
     with tempfile.TemporaryDirectory() as folder:
         words = command(f"benchmarks.{op}", *options.argv, "--jobs", "0", "--shared", folder)
         variables = environment({"XLA_PYTHON_CLIENT_PREALLOCATE": "false", **GIVING_BACK})
-        started = [subprocess.Popen(words, cwd=ROOT, env=variables) for _ in range(options.jobs)]
-        with ending(started):
+        options_of_all: Any = {"cwd": ROOT, "env": variables, "stdin": subprocess.PIPE}
+        # Each ends when its standard input does: with this block, or with this process.
+        with contextlib.ExitStack() as stack:
+            processes = (subprocess.Popen(words, **options_of_all) for _ in range(options.jobs))
+            started = [*map(stack.enter_context, processes)]
             failed = sum(process.wait() != 0 for process in started)
         if failed:
-            print(f"{failed} of {len(started)} compiling processes failed", file=sys.stderr)
+            print(f"{failed} of {options.jobs} compiling processes failed", file=sys.stderr)
         share(pathlib.Path(folder))
         yield

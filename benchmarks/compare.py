@@ -36,7 +36,7 @@ import jax.numpy as jnp
 import ikbo_jax
 from benchmarks import attention, children, gdpa, harness, linear_compression, ranking
 from benchmarks.harness import Benchmark, Point
-from benchmarks.records import Record
+from benchmarks.records import Record, listed
 from ikbo_jax._timing import device_time
 from ikbo_jax.models.ranking import Sizes
 
@@ -118,7 +118,7 @@ class Group(NamedTuple):
     gradients: int = 0
 
     def points(self) -> Iterable[Point]:
-        return self.benchmark.points(self.benchmark.parse(["--out", os.devnull, *self.options]))
+        return self.benchmark.todo(self.benchmark.parse(["--out", os.devnull, *self.options]))
 
     def program(self, library: ModuleType, case: Any) -> Callable[[Any], list[jax.Array]]:
         """Makes a function of the inputs of `case`.
@@ -163,26 +163,24 @@ def group_of(point: Point) -> Group:
 
 
 def points(options: argparse.Namespace) -> list[Point]:
-    """Selects points by names: "GROUP", "GROUP SWEEP" or "GROUP SWEEP LABEL".
+    """Lists the points of all groups; their names begin with the group's."""
+    return [
+        dataclasses.replace(point, sweep=f"{name} {point.sweep}")
+        for name, group in GROUPS.items()
+        for point in group.points()
+    ]
 
-    Equal sizes of one group occur once. The groups take turns, so that a run that is cut short has
-    points of each. Raises ValueError if no point has one of the names.
+
+def in_turn(points: Sequence[Point]) -> list[Point]:
+    """Lets the groups take turns, so that a run that is cut short has points of each.
+
+    Equal sizes of one group occur once.
     """
-    groups: list[list[Point]] = []
-    found = set()
-    for name, group in GROUPS.items():
-        chosen: dict[Any, Point] = {}
-        for point in group.points() if any(x.split()[0] == name for x in options.points) else ():
-            point = dataclasses.replace(point, sweep=f"{name} {point.sweep}")
-            wanted = {n for n in options.points if f"{point.name} ".startswith(f"{n} ")}
-            found |= wanted
-            if wanted:
-                chosen.setdefault(point.case, point)
-        groups.append(list(chosen.values()))
-    for name in options.points:
-        if name not in found:
-            raise ValueError(f"no point {name!r}; the groups are {', '.join(GROUPS)}")
-    return [point for turn in itertools.zip_longest(*groups) for point in turn if point is not None]
+    groups: dict[str, dict[Any, Point]] = {name: {} for name in GROUPS}
+    for point in points:
+        groups[point.sweep.split()[0]].setdefault(point.case, point)
+    turns = itertools.zip_longest(*(found.values() for found in groups.values()))
+    return [point for turn in turns for point in turn if point is not None]
 
 
 # Measuring
@@ -254,36 +252,34 @@ def measure_point(point: Point, run: harness.Run) -> dict[str, Any]:
     return {**found, **(times(contenders, protocol) if protocol.rounds else {})}
 
 
-def describe(point: Record) -> str:
-    """Formats the times, their ratio, and where and by how much results differ."""
-    before, after = (record["median_ms"] for record in point["providers"])
-    slower = ", SLOWER" if point["ratio"] > 1 + SAME else ""
+def bars(point: Record, points: Sequence[Record], name: str) -> str:
+    """Formats the ratio of the times, and where and by how much results differ."""
+    if name != "after":
+        return ""
     equality = "; ".join(
         f"result {d['result']}: {d['count']} elements from {d['first']} on, "
         f"by up to {d['largest']:.2g} of {d['of']:.2g}"
         for d in point["differences"]
     )
-    return f"{before:.4f} -> {after:.4f} ms, {point['ratio']:.3f}, {equality or 'equal'}{slower}"
+    slower = "SLOWER" if point["ratio"] > 1 + SAME else ""
+    return listed(equality or "equal", slower)
 
 
 def _add_options(parser: argparse.ArgumentParser) -> None:
     words = "a commit, or a folder that holds ikbo_jax"
     parser.add_argument("--before", required=True, help=words)
-    words = f'groups ({", ".join(GROUPS)}), or points of them, such as "attention s S=512"'
-    parser.add_argument("--points", nargs="+", default=list(GROUPS), metavar="NAME", help=words)
     parser.add_argument("--unpacked", type=pathlib.Path, help=argparse.SUPPRESS)
 
 
 BENCHMARK = Benchmark(
     "compare",
-    (),
     points,
-    lambda point: group_of(point).benchmark.shrink(point),
     measure_point,
-    lambda point, all_points, name: "",
-    describe,
+    bars,
     _add_options,
     lambda run: run.results.update(before=run.options.before),
+    shrink=lambda point: group_of(point).benchmark.shrink(point),
+    arrange=in_turn,
     times_matmul=False,
 )
 
@@ -292,18 +288,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line; returns 1 if a point failed or was left out."""
     options = BENCHMARK.parse(argv)
     with tempfile.TemporaryDirectory() as folder:
-        try:
-            if options.unpacked is None:  # Other processes of this run get the folder.
-                options.unpacked = pathlib.Path(folder)
-                options.before = unpack(options.before, options.unpacked)
-                options.argv += ["--unpacked", folder]
-            results = BENCHMARK.run(options)
-        except ValueError as error:
-            print(error, file=sys.stderr)
-            return 2
-    lines = (f"{p['sweep']} {p['label']}: {describe(p)}" for p in results["points"])
-    status = harness.print_results(results, "\n".join(lines))
-    return 1 if results["left_out"] else status
+        if options.unpacked is None:  # Other processes of this run get the folder.
+            try:
+                options.before = unpack(options.before, pathlib.Path(folder))
+            except ValueError as error:
+                print(error, file=sys.stderr)
+                return 2
+            options.argv += ["--before", options.before, "--unpacked", folder]
+        return BENCHMARK.main(options.argv)
 
 
 if __name__ == "__main__":

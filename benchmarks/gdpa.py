@@ -10,9 +10,8 @@ attends over padded sequences; its time includes the padding.
 """
 
 import dataclasses
-import functools
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Self
 
 import jax
@@ -20,7 +19,7 @@ import jax.numpy as jnp
 
 from benchmarks import harness, production_providers
 from benchmarks.harness import Benchmark, Point
-from benchmarks.production import checked, cotangent
+from benchmarks.production import cotangent, measure_versions
 from benchmarks.production_providers import Contender
 from benchmarks.records import OUR_NAME, Record, faster, listed, of_ours, ours_at, provider_of
 from ikbo_jax.cases import gdpa_backward
@@ -136,10 +135,12 @@ SWEEPS: dict[str, Sequence[tuple[str, Sizes]]] = {
 }
 
 
-def points(sweep: str, direction: str = "forward") -> Iterator[Point]:
-    """Yields the points of a sweep in one direction."""
-    for name, sizes in SWEEPS[sweep]:
-        yield Point(sweep, f"{name} {direction}", sizes, direction)
+POINTS = [
+    Point(sweep, f"{name} {direction}", sizes, direction)
+    for direction in DIRECTIONS
+    for sweep, every in SWEEPS.items()
+    for name, sizes in every
+]
 
 
 def name_of(point: Point) -> str:
@@ -147,17 +148,10 @@ def name_of(point: Point) -> str:
     return point.label.removesuffix(f" {point.direction}")
 
 
-def shrink(point: Point) -> Point:
-    """Makes the point's sizes small enough for a CPU."""
-    p = point.case
-    lengths = {"q_len": max(2, p.q_len // 32), "kv_len": p.kv_len // 32}
-    return point.with_case(batch=p.batch // 128, heads=2, head_dim=p.head_dim // 8, **lengths)
-
-
 # Contenders
 
 
-def contenders(point: Point, arrays: Arrays, quick: bool) -> list[Callable[[], Contender]]:
+def contenders(point: Point, arrays: Arrays) -> list[Callable[[], Contender]]:
     """Returns makers of this library's op, the XLA path, and softmax attention by other ways.
 
     Those are timed in sweeps over lengths, and with softmax. A maker has the contender's name, with
@@ -187,12 +181,8 @@ def contenders(point: Point, arrays: Arrays, quick: bool) -> list[Callable[[], C
         return made("xla", stage, case.contender("decomposed"), is_xla=True)
 
     def cudnn_softmax() -> Contender:
-        attend = production_providers.softmax(production_providers.cudnn)
-        return padded("cudnn-softmax", "softmax attention by cuDNN", attend)
-
-    def cudnn_softmax_padded() -> Contender:
-        stage = "softmax attention by cuDNN over padded sequences"
-        return cudnn_softmax()._replace(name="cudnn-softmax-padded", stage=stage)
+        stage = "softmax attention by cuDNN, sequences padded"
+        return padded("cudnn-softmax", stage, production_providers.softmax())
 
     def ikbo_attention() -> Contender:
         def attend(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
@@ -201,11 +191,8 @@ def contenders(point: Point, arrays: Arrays, quick: bool) -> list[Callable[[], C
 
         return padded("ikbo-attention", "ikbo_jax.attention, every candidate its own user", attend)
 
-    if quick:
-        return [ikbo, xla]
     if is_softmax:
-        others = [cudnn_softmax_padded] if is_jagged else [cudnn_softmax, ikbo_attention]
-        return [ikbo, xla, *others]
+        return [ikbo, xla, cudnn_softmax, *([] if is_jagged else [ikbo_attention])]
     if point.sweep == "activations":
         return [ikbo]
     return [ikbo, xla] if is_jagged else [ikbo, xla, cudnn_softmax]
@@ -214,14 +201,10 @@ def contenders(point: Point, arrays: Arrays, quick: bool) -> list[Callable[[], C
 def measure_point(point: Point, run: harness.Run) -> dict[str, Any]:
     """Checks the contenders at a point, and times them interleaved with the reference matmul."""
     case, arrays = point.case.case, point.case.case.inputs()
-    makers = contenders(point, arrays, run.options.quick)
-    found = checked(makers, point.direction, compared=check_of(point, arrays))
+    makers, check = contenders(point, arrays), check_of(point, arrays)
     flops = harness.ATTENTION_WORK[point.direction] * case.useful_flops
-    return {
-        "name": name_of(point),
-        "pairs": case.pairs,
-        **harness.measure(found, run.protocol, flops),
-    }
+    measured = measure_versions(makers, point, run, flops, compared=check)
+    return {"name": name_of(point), "pairs": case.pairs, **measured}
 
 
 def check_of(point: Point, arrays: Arrays) -> Callable[[Contender, Sequence[jax.Array]], Check]:
@@ -268,15 +251,7 @@ def bars(point: Record, ours: Record, all_points: Sequence[Record]) -> str:
     return listed(*found)
 
 
-BENCHMARK = Benchmark(
-    "gdpa",
-    tuple(SWEEPS),
-    harness.of_directions(points),
-    shrink,
-    measure_point,
-    bars,
-    add_options=functools.partial(harness.add_direction, known=DIRECTIONS, default=DIRECTIONS),
-)
+BENCHMARK = Benchmark("gdpa", POINTS, measure_point, bars)
 
 if __name__ == "__main__":
     sys.exit(BENCHMARK.main())

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import fnmatch
 import functools
 import itertools
 import pathlib
@@ -24,7 +25,7 @@ from typing import Any, Self
 import jax
 
 from benchmarks import children, timing
-from benchmarks.records import Bars, Record, all_correct, describe_ours, format_table
+from benchmarks.records import OUR_NAME, Bars, Record, format_point, wrong
 from ikbo_jax._timing import device_time, interleaved_ms
 from ikbo_jax.cases.error_rule import Check
 
@@ -52,19 +53,35 @@ class Point:
     def name(self) -> str:
         return f"{self.sweep} {self.label}"
 
-    def resized(self, **sizes: Any) -> Self:
-        case = dataclasses.replace(self.case, problem=dataclasses.replace(self.problem, **sizes))
-        return dataclasses.replace(self, case=case)
-
-    def with_case(self, **sizes: Any) -> Self:
-        return dataclasses.replace(self, case=dataclasses.replace(self.case, **sizes))
-
     def entry(self) -> dict[str, Any]:
         head = {"sweep": self.sweep, "label": self.label, "direction": self.direction}
         if not dataclasses.is_dataclass(self.case):
             return head
         case = dataclasses.asdict(self.case)  # type: ignore[arg-type]
         return head | (case if "problem" in case else {"problem": case})
+
+
+#: Largest sizes on a CPU, by the names of fields; of tuples by their elements.
+COUNTS: dict[str, Any] = {"batch": 12, "users": 5, "candidates": 3, "targets": 2, "layers": 1}
+LENGTHS = {"q_len": 16, "kv_len": 16, "longest": 16, "shortest": 3, "history": (3, 9)}
+WIDTHS = {"width": 16, "row_bytes": 32, "head_dim": 8, "heads": 2, "q_heads": 4, "kv_heads": 2}
+OF_COMPRESSION = {"batches": (6, 24), "ks": (11, 10), "m": 9, "n": 8}
+SMALL = COUNTS | LENGTHS | WIDTHS | OF_COMPRESSION
+
+
+def shrink(point: Point) -> Point:
+    """Makes the point's sizes small enough for a CPU."""
+    return dataclasses.replace(point, case=_small(point.case))
+
+
+def _small(case: Any) -> Any:
+    def least(value: Any, most: Any) -> Any:
+        return tuple(map(min, value, most)) if isinstance(value, tuple) else min(value, most)
+
+    names = {field.name for field in dataclasses.fields(case)}
+    sizes = {name: least(getattr(case, name), SMALL[name]) for name in names & SMALL.keys()}
+    problem = {"problem": _small(case.problem)} if "problem" in names else {}
+    return dataclasses.replace(case, **sizes, **problem)
 
 
 @dataclasses.dataclass
@@ -77,18 +94,16 @@ class Contender:
     args: tuple = ()
 
 
-def why_not_run(failure: Exception) -> dict[str, str]:
-    """Makes the field "failure" of a provider that raised, or "skipped" if it cannot run here."""
+def why_not_run(name: str, failure: Exception) -> dict[str, str]:
+    """Makes the field "failure" of a provider that raised, or "skipped" if it cannot run here.
+
+    The arrays of alternatives to this library may not fit into memory.
+    """
     if isinstance(failure, NotImplementedError):
         return {"skipped": str(failure).splitlines()[0]}
-    return {"failure": f"{type(failure).__name__}: {str(failure)[:300]}"}
-
-
-def why_too_large(failure: Exception) -> dict[str, str]:
-    """Makes the fields of `why_not_run`; "skipped", too, if the arrays do not fit into memory."""
-    found = why_not_run(failure)
-    is_large = "RESOURCE_EXHAUSTED" in found.get("failure", "")
-    return {"skipped": found["failure"]} if is_large else found
+    text = f"{type(failure).__name__}: {failure!s:.300}"
+    is_large = "RESOURCE_EXHAUSTED" in text and not name.startswith(OUR_NAME)
+    return {"skipped" if is_large else "failure": text}
 
 
 def compiled_of(
@@ -116,7 +131,7 @@ def compile_and_check(
     prepare: Callable[[], tuple[Callable[..., Any], tuple]],
     compare: Callable[[Any], Check],
     options: Mapping[str, Any] | None = None,
-    why_not: Callable[[Exception], dict[str, str]] = why_not_run,
+    why_not: Callable[[str, Exception], dict[str, str]] = why_not_run,
 ) -> Contender:
     """Compiles a provider and checks its result; a failure is recorded, not raised.
 
@@ -129,7 +144,7 @@ def compile_and_check(
         compiled, figures = compiled_of(jax.jit(fn), *args, options=options)
         check = compare(compiled(*args))
     except Exception as failure:
-        return Contender(record | why_not(failure))
+        return Contender(record | why_not(name, failure))
     record |= {**figures, **check._asdict(), "ok": check.ok}
     return Contender(record, functools.partial(compiled, *args), compiled, args)
 
@@ -231,7 +246,7 @@ class Run:
 
     def measure_all(self) -> dict[str, Any]:
         """Measures points, prints progress, and writes the results file after every point."""
-        todo = list(self.benchmark.points(self.options))
+        todo = self.benchmark.todo(self.options)
         # A path that cannot be written raises before anything is measured.
         timing.make_folder_of(self.options.out)
         with children.programs(self.benchmark.name, self.options):
@@ -240,9 +255,12 @@ class Run:
                 return self.results
             self.prepared = self.benchmark.prepare(self)
             for number, point in enumerate(todo, start=1):
-                if line := self._measure_or_note(point):
-                    head = f"[{number}/{len(todo)}] {time.monotonic() - self.start:.0f} s"
-                    print(f"{head} {line}", flush=True)
+                if self.left_s < 0:
+                    self.results["left_out"].append(point.name)
+                    continue
+                self._measure_or_note(point)
+                seconds = time.monotonic() - self.start
+                print(f"[{number}/{len(todo)}] {seconds:.0f} s: {point.name}", flush=True)
                 timing.write_results(self.options.out, self.results)
         timing.write_results(self.options.out, self.results)
         return self.results
@@ -262,11 +280,8 @@ class Run:
         small = point if jax.default_backend() == "gpu" else self.benchmark.shrink(point)
         return {**small.entry(), **self.benchmark.measure(small, self)}
 
-    def _measure_or_note(self, point: Point) -> str:
-        """Measures a point; returns its description, empty if it failed or is left out."""
-        if self.left_s < 0:
-            self.results["left_out"].append(point.name)
-            return ""
+    def _measure_or_note(self, point: Point) -> None:
+        """Measures a point and prints its figures, or notes that it failed."""
         try:
             measured = self._measure(point)
         except Exception as error:
@@ -274,41 +289,52 @@ class Run:
             traceback.print_exc()
             text = f"{point.name}: {type(error).__name__}: {str(error)[:300]}"
             self.results.setdefault("failed", []).append(text)
-            return ""
+            return
         self.results["points"].append(measured)
-        return f"{point.name}: {self.benchmark.describe(measured)}"
+        print(format_point(measured, self.benchmark.bars, self.results["points"]))
 
 
 @dataclasses.dataclass(frozen=True)
 class Benchmark:
     """What a benchmark measures and how it prints its results.
 
-    `name` is the name of its module, and of the op in results files. `points` lists the points of a
-    command line, and `shrink` makes a point's sizes small enough for a CPU. `measure` checks and
-    times a point, and returns its figures; `bars` and `describe` format them beside their bars and
-    as short text. `prepare` is called before the first point is measured.
+    `name` is the name of its module, and of the op in results files. `points` is the table of all
+    points, or draws the points of a command line, which then has `sweeps`; `directions` are timed
+    by default, all without any. `measure` checks and times a point, and returns its figures; `bars`
+    formats what else a provider's times say, beside the bars. `prepare` is called before the first
+    point is measured. `shrink` makes a point's sizes small enough for a CPU. `summary` formats what
+    is said of all results, and `arrange` puts the points of a run into their order.
     """
 
     name: str
-    sweeps: Sequence[str]
-    points: Callable[[argparse.Namespace], Iterable[Point]]
-    shrink: Callable[[Point], Point]
+    points: Sequence[Point] | Callable[[argparse.Namespace], Iterable[Point]]
     measure: Callable[[Point, Run], dict[str, Any]]
-    bars: Bars
-    describe: Callable[[Record], str] = describe_ours
+    bars: Bars = lambda point, points, name: ""
     add_options: Callable[[argparse.ArgumentParser], None] = lambda parser: None
     prepare: Callable[[Run], Any] = lambda run: None
+    sweeps: Sequence[str] = ()
+    directions: Sequence[str] = ()
+    shrink: Callable[[Point], Point] = shrink
+    summary: Callable[[Record], str] = lambda results: ""
+    arrange: Callable[[list[Point]], list[Point]] = lambda points: points
     times_matmul: bool = True
 
     def parse(self, argv: Sequence[str] | None = None) -> argparse.Namespace:
         """Parses a command line (None: this process's), which is also in the field "argv"."""
         parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{self.name}")
         parser.add_argument("--out", type=pathlib.Path, required=True, help="results file (JSON)")
-        if self.sweeps:
-            about: Any = {"choices": self.sweeps, "default": self.sweeps}
+        table = () if callable(self.points) else self.points
+        if sweeps := [*dict.fromkeys(point.sweep for point in table)] or self.sweeps:
+            about: Any = {"choices": sweeps, "default": sweeps}
             about["help"] = "sweeps to measure (default: all)"
             parser.add_argument("--sweep", nargs="+", **about)
-        parser.add_argument("--quick", action="store_true", help="short windows, few providers")
+        if len(known := [*dict.fromkeys(point.direction for point in table)]) > 1:
+            about = {"choices": known, "default": self.directions or known}
+            about["help"] = "the result, the gradients for a fixed cotangent, or both"
+            parser.add_argument("--direction", nargs="+", **about)
+        words = 'only points whose names begin so, such as "s S=512", or match, such as "* 1:1"'
+        parser.add_argument("--points", nargs="+", default=(), metavar="NAME", help=words)
+        parser.add_argument("--quick", action="store_true", help="short windows, three providers")
         words = "seconds after which no further point is started"
         parser.add_argument("--budget-s", type=float, default=float("inf"), help=words)
         children.add_options(parser)
@@ -316,41 +342,50 @@ class Benchmark:
         given = sys.argv[1:] if argv is None else list(argv)
         return argparse.Namespace(**vars(parser.parse_args(given)), argv=given)
 
+    def todo(self, options: argparse.Namespace) -> list[Point]:
+        """Lists the points of a run; raises ValueError if the options name others."""
+        if callable(self.points):
+            points = [*self.points(options)]
+        else:
+            directions = getattr(options, "direction", [p.direction for p in self.points[:1]])
+            wanted = set(itertools.product(options.sweep, directions))
+            points = [p for p in self.points if (p.sweep, p.direction) in wanted]
+        return self.arrange(named(points, options.points))
+
     def run(self, options: argparse.Namespace) -> dict[str, Any]:
         return Run(self, options).measure_all()
 
     def main(self, argv: Sequence[str] | None = None) -> int:
-        """Runs a command line; returns 1 if a provider failed or was wrong."""
-        results = self.run(self.parse(argv))
-        return print_results(results, format_table(results, self.bars))
+        """Runs a command line; returns 1 if a provider failed or was wrong, or points are missing.
+
+        Returns 2 if the command line names points that there are not.
+        """
+        options = self.parse(argv)
+        try:
+            results = self.run(options)
+        except ValueError as error:
+            print(error, file=sys.stderr)
+            return 2
+        print_results(results, self.summary(results))
+        return 1 if wrong(results) or results["left_out"] else 0
 
 
-def of_sweeps(points: Callable[[str], Iterable[Point]]) -> Callable[[Any], Iterable[Point]]:
-    """Makes a function that lists the points of the command line's sweeps."""
-    return lambda o: itertools.chain.from_iterable(map(points, o.sweep))
+def named(points: Iterable[Point], names: Sequence[str]) -> list[Point]:
+    """Selects the points that match a name, or all without names.
+
+    A name is a pattern of the first words of points' names. Raises ValueError if it matches none.
+    """
+    every, found = list(points), dict[Point, None]()
+    for name in names:
+        of_name = [p for p in every if fnmatch.fnmatchcase(f"{p.name} ", f"{name} *")]
+        if not of_name:
+            raise ValueError(f"no point {name!r}")
+        found |= dict.fromkeys(of_name)
+    return list(found) if names else every
 
 
-def of_directions(
-    points: Callable[[str, str], Iterable[Point]],
-) -> Callable[[Any], Iterable[Point]]:
-    """Makes a function that lists the points of the command line's sweeps and directions."""
-    return lambda o: (point for d in o.direction for sweep in o.sweep for point in points(sweep, d))
-
-
-def add_direction(
-    parser: argparse.ArgumentParser,
-    known: Sequence[str] = ("forward", "backward"),
-    default: Sequence[str] = ("forward",),
-) -> None:
-    """Adds the option that chooses directions."""
-    words = (
-        f"the result, the gradients for a fixed cotangent, or both (default: {' '.join(default)})"
-    )
-    parser.add_argument("--direction", nargs="+", choices=known, default=default, help=words)
-
-
-def print_results(results: Record, lines: str) -> int:
-    """Prints environment and `lines`; returns the exit status: 1 if a result is wrong."""
+def print_results(results: Record, summary: str = "") -> None:
+    """Prints the environment, what is said of all results, and what was not measured."""
     env = results["environment"]
     print(f"{env['device']}, driver {env['driver']}, jax {env['jax']}, commit {env['commit']}")
     matmuls = [p["matmul_tflops"] for p in results["points"] if "matmul_tflops" in p]
@@ -358,8 +393,8 @@ def print_results(results: Record, lines: str) -> int:
         copy = results.get("copy")
         ceiling = "" if copy is None else f", copy {copy['tb_per_s']:.2f} TB/s"
         print(f"matmul {statistics.median(matmuls):.1f} TFLOP/s{ceiling}")
-    print(lines)
-    for kind, words in (("left_out", "left out"), ("failed", "FAILED")):
-        for name in results.get(kind, ()):
-            print(f"{words}: {name}")
-    return 0 if all_correct(results) else 1
+    print(summary)
+    for name in results["left_out"]:
+        print(f"left out: {name}")
+    for name in wrong(results):
+        print(f"FAILED: {name}")

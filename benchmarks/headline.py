@@ -6,9 +6,7 @@ replaces the block `headline` of README.md and docs/performance.md by a table of
 benchmarks/results. With --check it writes nothing and returns 1 if a document would change.
 """
 
-import argparse
 import json
-import pathlib
 import statistics
 import sys
 from collections.abc import Sequence
@@ -18,7 +16,6 @@ from benchmarks import look_up, report, tables
 from benchmarks.production import SLOWEST_BAR
 from benchmarks.records import OUR_NAME, Record
 
-DOCUMENTS = ("README.md", "docs/performance.md")
 RESULTS = report.ROOT / "benchmarks/results"
 #: The card whose name the rows leave out.
 CARD = "NVIDIA H100 80GB HBM3"
@@ -161,21 +158,9 @@ def body(document: str) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line; returns 1 if --check found a document that differs."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.headline")
-    parser.add_argument("--root", type=pathlib.Path, default=report.ROOT)
-    parser.add_argument("--check", action="store_true", help="write nothing, fail on differences")
-    args = parser.parse_args(argv)
-    stale = []
-    for document in DOCUMENTS:
-        path = args.root / document
-        before = path.read_text("utf-8")
-        after = report.replace_blocks(before, {"headline": body(document)})
-        if before != after:
-            stale.append(document)
-            if not args.check:
-                path.write_text(after, "utf-8")
-    print(f"{'stale' if args.check else 'wrote'}: {', '.join(stale) or 'nothing'}")
-    return int(args.check and bool(stale))
+    args = report.parser_of("headline").parse_args(argv)
+    texts = report.updated(args.root, lambda document: {"headline": body(document)})
+    return report.write(args.root, texts, check=args.check)
 
 
 if __name__ == "__main__":

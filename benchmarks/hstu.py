@@ -25,19 +25,9 @@ from benchmarks.harness import Benchmark, Point
 from benchmarks.jagged import Attend, Hstu, Masked, Phoenix
 from benchmarks.production import measure_versions
 from benchmarks.production_providers import Contender, cudnn
-from benchmarks.records import OUR_NAME, Record, of_ours
+from benchmarks.records import OUR_NAME
 
-#: Bars of the default shape: speed relative to cuDNN's softmax, and fraction of the matmul.
-BARS = {"forward": (1.7, 0.70), "both": (1.8, 0.60)}
-#: Bars of attention with a causal mask: fraction of the matmul by the length of the sequences, and
-#: with a softmax speed relative to cuDNN.
 LENGTHS = (1024, 2048, 4096, 8192)
-FRACTION_BARS = {
-    "forward": dict(zip(LENGTHS, (0.62, 0.74, 0.82, 0.86), strict=True)),
-    "backward": dict(zip(LENGTHS, (0.46, 0.56, 0.64, 0.68), strict=True)),
-}
-CUDNN_BARS = {"forward": 1.1, "backward": 1.0}
-PHOENIX_BAR = 2.0
 
 
 def contenders(shape: Hstu | Phoenix | Masked, direction: str) -> list[Callable[[], Contender]]:
@@ -120,54 +110,22 @@ SWEEPS: dict[str, Sequence[Hstu | Phoenix | Masked]] = {
 }
 
 
-def points(sweep: str) -> Iterator[Point]:
-    """Yields the points of a sweep."""
-    for shape in SWEEPS[sweep]:
-        for direction in shape.directions:
-            yield Point(sweep, f"{shape.label}, {direction}", shape, direction)
-
-
-def shrink(point: Point) -> Point:
-    """Makes the point's sizes small enough for a CPU."""
-    if isinstance(point.case, Masked):
-        targets = min(2, point.case.targets)
-        return point.with_case(batch=2, longest=9, heads=2, head_dim=8, targets=targets)
-    if isinstance(point.case, Phoenix):
-        heads = {"q_heads": 4, "kv_heads": 2, "head_dim": 8, "width": 16}
-        layers = min(2, point.case.layers)
-        return point.with_case(batch=2, layers=layers, candidates=3, history=(3, 9), **heads)
-    sizes = {"batch": 2, "layers": 1, "shortest": 3, "longest": 9, "width": 16}
-    return point.with_case(**sizes, heads=2, head_dim=8)
+POINTS = [
+    Point(sweep, f"{shape.label}, {direction}", shape, direction)
+    for sweep, shapes in SWEEPS.items()
+    for shape in shapes
+    for direction in shape.directions
+]
 
 
 def measure_point(point: Point, run: harness.Run) -> dict[str, Any]:
-    """Checks all versions at a point, and times them interleaved; with "quick", the first three."""
+    """Checks all versions at a point, and times them interleaved."""
     makers, flops = contenders(point.case, point.direction), point.case.flops(point.direction)
     short_ms = math.inf if isinstance(point.case, Masked) else 0.0
-    return measure_versions(makers, point, run, flops, quick=3, short_ms=short_ms)
+    return measure_versions(makers, point, run, flops, short_ms=short_ms)
 
 
-@of_ours
-def bars(point: Record, ours: Record, all_points: Sequence[Record]) -> str:
-    """Formats the speed relative to the others, and the bars."""
-    others = [p for p in point["providers"] if p is not ours and "median_ms" in p]
-    ratios = [f"{p['median_ms'] / ours['median_ms']:.2f} x {p['name']}" for p in others]
-    sweep, direction = point["sweep"], point["direction"]
-    if sweep == "default":
-        ratio, fraction = BARS[direction]
-        ratios.append(f"bars {ratio} x cudnn-softmax, {fraction} of the matmul")
-    if sweep == "phoenix":
-        ratios.append(f"bar {PHOENIX_BAR} x the best other library")
-    if sweep == "causal":
-        bar = FRACTION_BARS[direction][point["problem"]["longest"]]
-        ratios.append(f"fraction {ours['fraction']:.3f}, bar {bar}")
-    if sweep == "softmax":
-        ratios.append(f"bar {CUDNN_BARS[direction]} x cudnn-softmax")
-    return ", ".join(ratios)
-
-
-OF_SWEEPS = harness.of_sweeps(points)
-BENCHMARK = Benchmark("hstu", tuple(SWEEPS), OF_SWEEPS, shrink, measure_point, bars)
+BENCHMARK = Benchmark("hstu", POINTS, measure_point)
 
 if __name__ == "__main__":
     sys.exit(BENCHMARK.main())

@@ -19,9 +19,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks import harness, timing
+from benchmarks import harness, production, timing
 from benchmarks.harness import Benchmark, Point
-from benchmarks.production import checked, cotangent
+from benchmarks.production import cotangent
 from benchmarks.production_draws import draw
 from benchmarks.production_providers import Contender
 from benchmarks.records import (
@@ -49,9 +49,9 @@ def _requests(*ratios: int) -> Iterator[tuple[str, dict[str, Any]]]:
     return ((f"{ratio}:1", {"batches": (-(-1024 // ratio), 1024)}) for ratio in ratios)
 
 
-#: Points by sweep, other than "default": the label, and what differs from the default.
+#: Points by sweep: the label, and what differs from the default.
 SWEEPS: dict[str, Sequence[tuple[str, dict[str, Any]]]] = {
-    "default": (),
+    "default": [(dtype, {"dtype": dtype}) for dtype in ("bfloat16", "float16")],
     "m": [(f"M={m}", {"m": m}) for m in (128, 256, 512, 1024)],
     "k": [(f"K_cand={k}", {"ks": (1178, k)}) for k in (256, 1024, 2048)],
     "n": [(f"N={n}", {"n": n}) for n in (128, 256, 512)],
@@ -63,12 +63,9 @@ GRADIENT_SWEEPS: dict[str, Sequence[tuple[str, dict[str, Any]]]] = {
     "ratio": [*_requests(1, 8, 70, 1024)],
     "batch": [(f"B={b}", {"batches": (-(-b // 70), b)}) for b in (256, 4096)],
     "dtype": [("float16", {"dtype": "float16"})],
-    "drawn": (),
 }
-NAMES = (*SWEEPS, "dtype", "drawn")
 #: Backward points of "drawn".
 NUM_DRAWN = 20
-DTYPES = ("bfloat16", "float16")
 #: Bar of our fraction at the default point.
 DEFAULT_BAR = 0.82
 #: Bars of our fraction in sweeps relative to the default point: in general, and for B=256.
@@ -78,41 +75,25 @@ NO_CLIFF_BAR = 1.02
 #: Bars of the gradient: of our fraction in "ratio"; of our time relative to XLA by hand, an upper
 #: bound.
 GRADIENT_BAR, BY_HAND_BAR = 0.55, 1.0
-#: Number of candidates whose output is compared with the oracle.
-NUM_CHECKED = 8
 
 
-def points(sweep: str, direction: str = "forward") -> Iterator[Point]:
-    """Yields the points of a sweep; "default" has a point for each dtype."""
-    if direction == "backward":
-        yield from gradient_points(sweep)
-        return
-    for dtype in DTYPES if sweep == "default" else DTYPES[:1]:
-        case = Case(dataclasses.replace(DEFAULT, dtype=dtype), "ragged")
-        if sweep == "default":
-            yield Point(sweep, dtype, case)
-        for label, sizes in SWEEPS.get(sweep, ()):
-            index = "unsorted" if sweep == "index" else "ragged"
-            yield Point(sweep, label, case).with_case(index=index).resized(**sizes)
+def _points() -> Iterator[Point]:
+    for sweep, changes in SWEEPS.items():
+        index = "unsorted" if sweep == "index" else "ragged"
+        for label, sizes in changes:
+            yield Point(sweep, label, Case(dataclasses.replace(DEFAULT, **sizes), index))
 
+    def gradient(sweep: str, label: str, problem: LinearCompressionProblem, index: str) -> Point:
+        case = backward.Case(LinearCompressionBackwardProblem.of(problem), index)
+        return Point(sweep, label, case, "backward")
 
-def gradient_points(sweep: str) -> Iterator[Point]:
-    """Yields the points of a sweep, backward."""
-    default = backward.Case(LinearCompressionBackwardProblem.of(DEFAULT), "unsorted")
-    for label, sizes in GRADIENT_SWEEPS.get(sweep, ()):
-        yield Point(sweep, label, default, "backward").resized(**sizes)
+    for sweep, changes in GRADIENT_SWEEPS.items():
+        for label, sizes in changes:
+            yield gradient(sweep, label, dataclasses.replace(DEFAULT, **sizes), "unsorted")
     rng = np.random.default_rng(4)
-    for _ in range(NUM_DRAWN if sweep == "drawn" else 0):
-        s = draw("linear_compression", rng)
-        case = backward.Case(LinearCompressionBackwardProblem.of(s.problem), s.index)
-        yield Point(sweep, s.label, case, "backward")
-
-
-def shrink(point: Point) -> Point:
-    """Makes the point's sizes small enough for a CPU."""
-    p = point.problem
-    batches, ks = tuple(max(1, b // 16) for b in p.batches), tuple(k // 16 for k in p.ks)
-    return point.resized(batches=batches, ks=ks, m=p.m // 8, n=p.n // 8)
+    for _ in range(NUM_DRAWN):
+        shape = draw("linear_compression", rng)
+        yield gradient("drawn", shape.label, shape.problem, shape.index)
 
 
 # Versions: functions of weights, embeddings and index, each coarsest level first.
@@ -189,55 +170,42 @@ GRADIENTS: Versions = {
 BY_HAND = ("by-hand", "by-hand-one-hot")
 
 
-def measure_versions(
-    point: Point, versions: Versions, protocol: harness.Protocol
-) -> dict[str, Any]:
+def measure_versions(point: Point, versions: Versions, run: harness.Run) -> dict[str, Any]:
     """Checks versions at a point, and times them interleaved with the reference matmul.
 
     Short gradients are timed on the device.
     """
-    problem, case, is_forward = point.problem, point.case, point.direction == "forward"
+    problem, case, short_ms = point.problem, point.case, 0.0
     inputs = case.inputs()
     weights, embeddings, parents = inputs[:3]
-    if is_forward:
-        batch, rng = problem.batches[-1], np.random.default_rng(0)
-        rows = sorted({0, batch - 1, *rng.integers(0, batch, NUM_CHECKED - 2).tolist()})
-        exact, bound = case.expected(inputs, rows)
-        short_ms = 0.0
-    else:
+    if point.direction == "backward":
         inputs = inputs._replace(cotangent=cotangent(inputs.cotangent.shape, problem.dtype))
         short_ms = device_time.SHORT_MS
 
     def compare(_: Contender, results: Sequence[Any]) -> Check:
-        if not is_forward:
-            return case.check(results, inputs)
-        found = np.stack([np.asarray(results[0][b]) for b in rows]).astype(np.float64)
-        return Check(float(np.abs(found - exact).max()), bound)
+        return case.check(results if point.direction == "backward" else results[0], inputs)
 
     makers = [
         functools.partial(Contender, name, *version, (weights, embeddings), (parents,))
         for name, version in versions.items()
     ]
-    contenders = checked(makers, point.direction, compared=compare)
-    protocol = dataclasses.replace(protocol, short_ms=short_ms)
-    return harness.measure(contenders, protocol, case.useful_flops)
+    options: Any = {"compared": compare, "short_ms": short_ms}
+    return production.measure_versions(makers, point, run, case.useful_flops, **options)
 
 
 def measure_point(point: Point, run: harness.Run) -> dict[str, Any]:
-    """Measures all versions at default points and of gradients; else, and with "quick", two."""
-    problem, quick = point.problem, run.options.quick
+    """Measures all versions at default points and of gradients, else two."""
+    problem = point.problem
     if point.direction == "backward":
-        chosen = {name: GRADIENTS[name] for name in (OUR_NAME, BY_HAND[0])} if quick else GRADIENTS
-        return measure_versions(point, chosen, run.protocol)
-    is_default = point.sweep == "default" and not quick
-    versions = stages(problem) if is_default else {OUR_NAME: OURS, "xla": XLA}
+        return measure_versions(point, GRADIENTS, run)
+    versions = stages(problem) if point.sweep == "default" else {OUR_NAME: OURS, "xla": XLA}
     choice = table.lookup(problem)
     config = None if choice.config is None else dataclasses.asdict(choice.config)
     itemsize = jnp.dtype(problem.dtype).itemsize
     return {
         "table": {"config": config, "note": choice.reason},
         "user_result_bytes": problem.batches[0] * problem.m * problem.n * itemsize,
-        **measure_versions(point, versions, run.protocol),
+        **measure_versions(point, versions, run),
     }
 
 
@@ -285,13 +253,11 @@ def bars(point: Record, ours: Record, all_points: Sequence[Record]) -> str:
 
 BENCHMARK = Benchmark(
     "linear_compression",
-    NAMES,
-    harness.of_directions(points),
-    shrink,
+    [*_points()],
     measure_point,
     bars,
-    add_options=harness.add_direction,
     prepare=_measure_copy,
+    directions=["forward"],
 )
 
 if __name__ == "__main__":

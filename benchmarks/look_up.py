@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -21,8 +21,10 @@ import numpy as np
 import ikbo_jax as ikbo
 from benchmarks import harness
 from benchmarks.harness import Benchmark, Point
+from benchmarks.production import checked
 from benchmarks.production_draws import normal
-from benchmarks.records import Record, faster, fastest, provider_of
+from benchmarks.production_providers import Contender
+from benchmarks.records import Record
 from ikbo_jax.cases.error_rule import Check
 from ikbo_jax.problems.look_up import ITEM_BYTES
 
@@ -33,8 +35,6 @@ MOST_CHECKED = 10**7
 #: Largest error of a sum, in units of its last place: one rounding; f32 adds in another order.
 BOUNDS = {"bfloat16": 0.5, "float16": 0.5, "float32": 64.0}
 LOOK_UP, SEGMENT_SUM = "ikbo.look_up", "ikbo.segment_sum"
-#: Providers that are no alternative to `segment_sum`.
-NO_SUMS = ("gather", "copy", LOOK_UP, SEGMENT_SUM)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,17 +92,9 @@ CHOSEN = [
     Sizes(65_536, 4096, 2048, "bfloat16", False),
     *(Sizes(*sizes, "bfloat16", False, is_hot=True) for sizes in HOT),
 ]
+#: Sizes by sweep.
 SWEEPS: dict[str, Sequence[Sizes]] = {"drawn": drawn(), "chosen": CHOSEN}
-
-
-def points(sweep: str) -> Iterator[Point]:
-    """Yields the points of a sweep."""
-    return (Point(sweep, sizes.label, sizes) for sizes in SWEEPS[sweep])
-
-
-def shrink(point: Point) -> Point:
-    """Makes the point's sizes small enough for a CPU."""
-    return point.with_case(batch=40, users=min(5, point.case.users), row_bytes=32)
+POINTS = [Point(sweep, x.label, x) for sweep, every in SWEEPS.items() for x in every]
 
 
 def providers(sizes: Sizes) -> dict[str, tuple[str, Callable[..., jax.Array]]]:
@@ -175,22 +167,20 @@ def measure_point(point: Point, run: harness.Run) -> dict[str, Any]:
     )
     index = jnp.asarray(at)
 
-    def compare(name: str, out: jax.Array) -> Check:
-        if name == SEGMENT_SUM:
+    def compare(contender: Contender, results: Sequence[jax.Array]) -> Check:
+        (out,) = results
+        if contender.name == SEGMENT_SUM:
             return _check_sums(sizes, at, values, out)
-        # Some numbers, but no other one, may differ: of XLA's sums in the rows' dtype.
-        return Check(float(jnp.sum(out != user[index])) if name == LOOK_UP else 0.0, 0.5)
+        # XLA's sums in the rows' dtype differ: of its results, none is checked.
+        wrong = jnp.sum(out != user[index]) if contender.name == LOOK_UP else 0
+        return Check(float(wrong), 0.5)
 
-    def compiled(name: str, op: str, fn: Callable[..., jax.Array]) -> harness.Contender:
-        prepared = lambda: (fn, (user if op == "look_up" else values, index))  # noqa: E731
-        check = functools.partial(compare, name)
-        return harness.compile_and_check(name, op, prepared, check, why_not=why_not)
-
-    # XLA's scatters of the largest arrays do not run.
-    why_not = harness.why_too_large
-    contenders = [compiled(name, op, fn) for name, (op, fn) in providers(sizes).items()]
-    protocol = dataclasses.replace(run.protocol, short_ms=math.inf)
-    return harness.measure(contenders, protocol)
+    makers = [
+        functools.partial(Contender, name, op, fn, (user if op == "look_up" else values,), (index,))
+        for name, (op, fn) in providers(sizes).items()
+    ]
+    found = checked(makers, "forward", compared=compare)
+    return harness.measure(found, dataclasses.replace(run.protocol, short_ms=math.inf))
 
 
 def standard(point: Record) -> Record:
@@ -203,32 +193,7 @@ def standard(point: Record) -> Record:
     return {"sweep": "", "label": Sizes(**sizes).label, "problem": sizes, "providers": providers}
 
 
-def bars(point: Record, all_points: Any = (), name: str = SEGMENT_SUM) -> str:
-    """Formats an op's speed relative to XLA's best, and its fraction of a copy's bandwidth."""
-    if name not in (LOOK_UP, SEGMENT_SUM):
-        return ""
-    ours, copy = provider_of(point, name), provider_of(point, "copy")
-    names = {p["name"] for p in point["providers"]}.difference(NO_SUMS)
-    names = names if name == SEGMENT_SUM else {"gather"}
-    best = fastest(p for p in point["providers"] if p["name"] in names)
-    if ours is None or copy is None or best is None:
-        return ""
-    sizes = Sizes(**point["problem"])
-    copied = 2 * sizes.batch * sizes.row_bytes / copy["median_ms"]
-    fraction = sizes.moved / ours["median_ms"] / copied
-    return f"{faster(ours, best, best['name'])}, {fraction:.2f} of a copy's bandwidth"
-
-
-BENCHMARK = Benchmark(
-    "look_up",
-    tuple(SWEEPS),
-    harness.of_sweeps(points),
-    shrink,
-    measure_point,
-    bars,
-    describe=lambda point: "; ".join(bars(point, (), name) for name in (LOOK_UP, SEGMENT_SUM)),
-    times_matmul=False,
-)
+BENCHMARK = Benchmark("look_up", POINTS, measure_point, times_matmul=False)
 
 if __name__ == "__main__":
     sys.exit(BENCHMARK.main())

@@ -9,7 +9,7 @@ measured copy, and an empty kernel. Short calls are timed on the device, with al
 and copies (`harness.Protocol.short_ms`): cuDNN clears memory before its kernels.
 
 The sweeps take turns, so that a run that ends early has points of each; the results file names the
-missing points, and `--left` measures these in another run. Most of the time goes to GEMMs that XLA
+missing points, which `--points` measures in another run. Most of the time goes to GEMMs that XLA
 times for alternatives far from the best: see `checked`.
 """
 
@@ -18,10 +18,9 @@ import dataclasses
 import functools
 import itertools
 import math
-import pathlib
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -29,9 +28,9 @@ import jax.numpy as jnp
 
 from benchmarks import harness, timing
 from benchmarks.harness import Point
-from benchmarks.production_draws import SWEEPS, CompressionShape, normal, shapes, shrink
+from benchmarks.production_draws import SWEEPS, CompressionShape, normal, shapes
 from benchmarks.production_providers import TOLERANCE, Contender, contenders
-from benchmarks.records import OUR_NAME, Record, faster, fastest, format_table, of_ours, provider_of
+from benchmarks.records import OUR_NAME, Record, fastest, provider_of
 from ikbo_jax._timing import device_time
 from ikbo_jax._timing.programs import UNTIMED_ON_GPU
 from ikbo_jax.cases import case, error_rule
@@ -60,17 +59,13 @@ MEAN_BARS = {
 
 
 def points(options: argparse.Namespace) -> list[Point]:
-    """Draws the points of a run, or those that an earlier run left out; the sweeps take turns."""
+    """Draws the points of a run; the sweeps take turns."""
     drawn = []
     for sweep in [sweep for sweep in SWEEPS if sweep in options.sweep]:
         op, direction = sweep.split()
         of_op = shapes(op, options.number, options.seed)
         drawn.append([Point(sweep, shape.label, shape, direction) for shape in of_op])
-    found = list(itertools.chain.from_iterable(zip(*drawn, strict=True)))
-    if options.left is None:
-        return found
-    left = set(timing.read_results(options.left)["left_out"])
-    return [point for point in found if point.name in left]
+    return list(itertools.chain.from_iterable(zip(*drawn, strict=True)))
 
 
 def work(point: Point) -> tuple[float, float]:
@@ -185,7 +180,7 @@ def checked(
             lambda: in_direction(contender, direction),
             functools.partial(compared or by_xla, contender),
             options,
-            OF_THIS_LIBRARY.get(contender.name, why_not_run),
+            why_not_run,
         )
         if contender.other:
             found.record["note"] = f"another function: {contender.other}"
@@ -198,8 +193,9 @@ def checked(
         try:
             contender = makers[number]()
         except Exception as failure:
-            record = {"name": makers[number].__name__.replace("_", "-"), "stage": "-"}
-            found[number] = harness.Contender(record | why_not_run(failure))
+            name = makers[number].__name__.replace("_", "-")
+            record = {"name": name, "stage": "-"} | why_not_run(name, failure)
+            found[number] = harness.Contender(record)
             continue
         if contender.is_xla and fastest:
             found[number] = check(contender, UNTIMED)
@@ -214,13 +210,11 @@ def checked(
     return [found[number] for number in range(len(makers))]
 
 
-def why_not_run(failure: Exception) -> dict[str, str]:
-    """Explains why an alternative did not run: cuDNN refuses some sizes, copies may not fit."""
+def why_not_run(name: str, failure: Exception) -> dict[str, str]:
+    """Explains why a contender did not run; alternatives may refuse some sizes, as cuDNN does."""
+    if name == "xla" or name.startswith(OUR_NAME):
+        return harness.why_not_run(name, failure)
     return {"skipped": f"{type(failure).__name__}: {failure!s:.200}"}
-
-
-#: What explains why this library's op, or its XLA path, did not run: another reason is a failure.
-OF_THIS_LIBRARY = {OUR_NAME: harness.why_not_run, "xla": harness.why_too_large}
 
 
 def rough_ms(thunk: Callable[[], Any]) -> float:
@@ -237,15 +231,17 @@ def rough_ms(thunk: Callable[[], Any]) -> float:
 
 
 def measure_versions(
-    makers: Iterable[Callable[[], Contender]],
+    makers: Sequence[Callable[[], Contender]],
     point: Point,
     run: harness.Run,
     flops: float,
-    quick: int,
+    *,
+    compared: Callable[[Contender, Sequence[Any]], Check] | None = None,
     short_ms: float = 0.0,
 ) -> dict[str, Any]:
-    """Checks versions, and times them by turns; with the option "quick", the first `quick`."""
-    found = checked([*makers][: quick if run.options.quick else None], point.direction)
+    """Checks versions, and times them by turns; with the option "quick", the first three."""
+    chosen = makers[:3] if run.options.quick else makers
+    found = checked(chosen, point.direction, compared=compared)
     return harness.measure(found, dataclasses.replace(run.protocol, short_ms=short_ms), flops)
 
 
@@ -292,46 +288,27 @@ def compared(points: Sequence[Record]) -> list[tuple[float, Record]]:
     return sorted(found, key=lambda pair: pair[0])
 
 
-@of_ours
-def bars(point: Record, ours: Record, all_points: Sequence[Record]) -> str:
-    """Formats the best alternative of a point, and this library's speed relative to it."""
-    if (other := alternative(point)) is None:
-        return ""
-    is_slow = other["median_ms"] / ours["median_ms"] < 1 / SLOWEST_BAR
-    return faster(ours, other, other["name"], round(1 / SLOWEST_BAR, 2) if is_slow else None)
-
-
 def _add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--number", type=int, default=80, help="points of every sweep")
     parser.add_argument("--seed", type=int, default=0, help="seed of the draws")
-    words = "only the points that this results file names as left out"
-    parser.add_argument("--left", type=pathlib.Path, help=words)
+
+
+def _summary(results: Record) -> str:
+    # Imported here because the tables' module imports this one.
+    from benchmarks import tables_networks
+
+    return "\n".join(tables_networks.production(results).values())
 
 
 BENCHMARK = harness.Benchmark(
     "production",
-    SWEEPS,
     points,
-    lambda point: dataclasses.replace(point, case=shrink(point.case)),
     measure_point,
-    bars,
-    bars,
-    _add_options,
-    ceilings,
+    sweeps=SWEEPS,
+    add_options=_add_options,
+    prepare=ceilings,
+    summary=_summary,
 )
 
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command line; returns 1 if points are missing or this library failed or erred."""
-    # Imported here because the tables' module imports this one.
-    from benchmarks import tables_networks
-
-    results = BENCHMARK.run(BENCHMARK.parse(argv))
-    table = format_table(results, bars)
-    summary = tables_networks.production(results).values()
-    status = harness.print_results(results, "\n".join([table, *summary]))
-    return 1 if results["left_out"] else status
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(BENCHMARK.main())

@@ -14,9 +14,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ikbo_jax.cases import attention
 from ikbo_jax.cases.attention import Inputs
+from ikbo_jax.cases.error_rule import Check
 from ikbo_jax.cases.linear_compression import Case
-from ikbo_jax.problems import LinearCompressionProblem
+from ikbo_jax.problems import AttentionProblem, LinearCompressionProblem
 
 Generator = np.random.Generator
 
@@ -72,7 +74,7 @@ class AttentionShape:
     """Target attention. `AttentionProblem` describes the sizes.
 
     The index is "ragged" (random numbers of candidates), "even" or "unsorted". With `has_lengths`,
-    the users' histories have lengths in 1..S.
+    the users' histories have lengths in shortest..S.
     """
 
     batch: int
@@ -85,6 +87,7 @@ class AttentionShape:
     dtype: str
     index: str
     has_lengths: bool
+    shortest: int = 1
 
     @property
     def cand_to_user(self) -> np.ndarray:
@@ -96,7 +99,7 @@ class AttentionShape:
         """Number of keys of every user, [U] int32."""
         if not self.has_lengths:
             return np.full(self.users, self.kv_len, np.int32)
-        drawn = np.random.default_rng(2).integers(1, self.kv_len + 1, self.users)
+        drawn = np.random.default_rng(2).integers(self.shortest, self.kv_len + 1, self.users)
         return drawn.astype(np.int32)
 
     @property
@@ -110,6 +113,12 @@ class AttentionShape:
         key, value = (normal(n, keys, self.dtype) for n in (1, 2))
         lengths = jnp.asarray(self.lengths) if self.has_lengths else None
         return Inputs(query, key, value, jnp.asarray(self.cand_to_user), lengths)
+
+    def check(self, actual: jax.Array, inputs: Inputs) -> Check:
+        """Compares a result with the oracle for some candidates, and with the XLA path for all."""
+        return attention.Case(AttentionProblem(*dataclasses.astuple(self)[:8])).check(
+            actual, inputs
+        )
 
     @property
     def flops(self) -> float:
@@ -301,21 +310,3 @@ def shapes(op: str, number: int, seed: int = 0) -> list[Shape]:
     """Draws workloads of an op; a larger number or another seed adds new ones."""
     rng = np.random.default_rng([seed, list(KINDS).index(op)])
     return [draw(op, rng) for _ in range(number)]
-
-
-def shrink(shape: Any) -> Any:
-    """Makes the workload's sizes small enough for a CPU."""
-    most: dict[str, Any] = {"batch": 24, "users": 6, "q_len": 3, "kv_len": 40, "head_dim": 16}
-    most |= {"longest": 20, "n": 8, "m": 9, "batches": (6, 24), "ks": (11, 10)}
-    if isinstance(shape, CompressionShape):
-        return dataclasses.replace(shape, problem=shrink(shape.problem))
-    if isinstance(shape, GdpaShape):
-        most |= {"batch": 3, "heads": 1}
-    fields = {
-        name: _least(value, most[name]) for name, value in vars(shape).items() if name in most
-    }
-    return dataclasses.replace(shape, **fields)
-
-
-def _least(value: Any, most: Any) -> Any:
-    return tuple(map(min, value, most)) if isinstance(value, tuple) else min(value, most)

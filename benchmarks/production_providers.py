@@ -17,7 +17,9 @@ import ikbo_jax
 from benchmarks.production_draws import AttentionShape, CompressionShape, GdpaShape, Shape, normal
 from benchmarks.ranking_by_hand import fold_by_user, move
 from benchmarks.records import OUR_NAME
+from ikbo_jax.cases import gdpa
 from ikbo_jax.cases.attention import materialised_cudnn
+from ikbo_jax.problems import GdpaProblem
 
 #: Largest number of bytes of the copies for all candidates; larger ones are left out.
 MAX_COPIES = 8 * 2**30
@@ -55,8 +57,6 @@ class Contender(NamedTuple):
 
 #: Moves rows: all arrays of rows [rows, N, H] to sequences [batch, longest, N, H], or back.
 Move = Callable[[jax.Array], jax.Array]
-#: Returns a library's softmax attention, or raises NotImplementedError.
-Library = Callable[[], Callable[..., jax.Array]]
 
 
 def padding(offsets: jax.Array, total: int, longest: int) -> tuple[Move, Move]:
@@ -90,24 +90,20 @@ def padding(offsets: jax.Array, total: int, longest: int) -> tuple[Move, Move]:
 
 
 def cudnn() -> Callable[..., jax.Array]:
-    """Returns `jax.nn.dot_product_attention` by cuDNN."""
+    """Returns `jax.nn.dot_product_attention` by cuDNN; raises NotImplementedError without it."""
     if jax.default_backend() != "gpu":
         raise NotImplementedError(f"cuDNN needs a GPU, but this is a {jax.default_backend()}")
     return functools.partial(jax.nn.dot_product_attention, implementation="cudnn")
 
 
-def softmax(library: Library = cudnn) -> Callable[..., jax.Array]:
-    """Returns a library's softmax attention, of query, key and value and of both lengths or none.
-
-    Raises NotImplementedError if the library cannot run here.
-    """
-    by_library = library()
+def softmax() -> Callable[..., jax.Array]:
+    """Returns cuDNN's softmax attention, of query, key and value and of both lengths or none."""
+    by_cudnn = cudnn()
 
     def attend(query: Any, key: Any, value: Any, *lengths: Any) -> jax.Array:
         names = ("query_seq_lengths", "key_value_seq_lengths")[: len(lengths)]
         with jax.numpy_dtype_promotion("standard"):
-            options = dict(zip(names, lengths, strict=True))
-            found: jax.Array = by_library(query, key, value, **options)
+            found: jax.Array = by_cudnn(query, key, value, **dict(zip(names, lengths, strict=True)))
         return found
 
     return attend
@@ -306,23 +302,13 @@ def _gdpa(shape: GdpaShape) -> Iterator[Callable[[], Contender]]:
     q_rows = s.longest if s.is_broadcast else int(queries.sum())
     rows = (q_rows, int(keys.sum()), int(keys.sum()))
     args = tuple(normal(i, (n, s.heads, s.head_dim), s.dtype) for i, n in enumerate(rows))
-    integers = (cu_kv,) if s.is_broadcast else (cu_kv, cu_q)
-
-    def op(implementation: str | None) -> Callable[..., jax.Array]:
-        def run(query: Any, key: Any, value: Any, cu_kv: Any, cu_q: Any = None) -> jax.Array:
-            return ikbo_jax.gdpa(
-                *(query, key, value, cu_q, cu_kv),
-                activation=s.activation,
-                approx="tanh" if s.activation in ("gelu_tanh", "silu") else None,
-                scale=s.head_dim**-0.5,
-                output_scale=1.0 if s.activation == "softmax" else s.batch / rows[1],
-                broadcast_q=s.is_broadcast,
-                max_seqlen_q=int(queries.max()),
-                max_seqlen_kv=int(keys.max()),
-                implementation=implementation,
-            )
-
-        return run
+    integers = None if s.is_broadcast else cu_q, cu_kv, None
+    problem = GdpaProblem(
+        *(s.batch, s.batch, int(queries.sum()), int(keys.sum()), s.heads, s.heads, s.head_dim),
+        *(s.dtype, (s.activation,), "tanh" if s.activation in ("gelu_tanh", "silu") else None),
+        *(s.is_broadcast, int(queries.max()), int(keys.max())),
+    )
+    op = gdpa.Case(problem).contender
 
     def cudnn_softmax() -> Contender:
         attend = cudnn()
@@ -356,8 +342,10 @@ def _gdpa(shape: GdpaShape) -> Iterator[Callable[[], Contender]]:
             other="" if s.activation == "softmax" else "softmax",
         )
 
-    yield lambda: Contender(OUR_NAME, "ikbo_jax.gdpa", op(None), args, integers)
-    yield lambda: Contender("xla", "implementation='xla'", op("xla"), args, integers, is_xla=True)
+    yield lambda: Contender(OUR_NAME, "ikbo_jax.gdpa", op("automatic"), args, integers)
+    yield lambda: Contender(
+        "xla", "implementation='xla'", op("decomposed"), args, integers, is_xla=True
+    )
     yield cudnn_softmax
 
 

@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -20,7 +20,6 @@ import numpy as np
 from benchmarks import harness, ranking_by_hand
 from benchmarks.harness import Benchmark, Point
 from benchmarks.ranking_by_hand import tuned_copies
-from benchmarks.records import Record, describe_all, faster, listed, provider_of
 from ikbo_jax.cases import ranking as cases
 from ikbo_jax.cases.error_rule import Check
 from ikbo_jax.models import ranking
@@ -28,14 +27,6 @@ from ikbo_jax.models.ranking import Sizes
 from ikbo_jax.rewrite import rewrite
 
 DEFAULT = Sizes()
-SWEEPS = ("default", "ratio", "candidates")
-RATIOS = (10, 70, 300, 1000)
-CANDIDATES = (256, 512, 1024, 2048, 4096, 8192)
-#: Candidates per user in the sweep over candidates.
-RATIO = 70
-#: Bars at the default point: speed-up of co-designed over materialised and over hand-optimised;
-#: time of rewritten over co-designed; memory of co-designed over materialised.
-COPIES_BAR, BY_HAND_BAR, REWRITE_BAR, MEMORY_BAR = 3.0, 1.25, 1.05, 0.25
 
 
 class Version(NamedTuple):
@@ -86,17 +77,17 @@ SERVED = Version(
 ALL = (OURS, REWRITTEN, REWRITTEN_TUNED, BY_HAND, TUNED, COPIES)
 
 
-def points(sweep: str) -> Iterator[Point]:
-    """Yields the points of a sweep."""
-    default = DEFAULT.candidates
-    sizes: dict[str, dict[str, tuple[int, float]]] = {
-        "default": {f"B={default}": (default, DEFAULT.users)},
-        "ratio": {f"{ratio}:1": (default, default / ratio) for ratio in RATIOS},
-        "candidates": {f"B={b}": (b, b / RATIO) for b in CANDIDATES},
-    }
-    for label, (candidates, users) in sizes[sweep].items():
-        case = dataclasses.replace(DEFAULT, candidates=candidates, users=max(1, round(users)))
-        yield Point(sweep, label, case)
+#: Candidates and users of the points, by sweep and label.
+SWEEPS: dict[str, dict[str, tuple[int, float]]] = {
+    "default": {f"B={DEFAULT.candidates}": (DEFAULT.candidates, DEFAULT.users)},
+    "ratio": {f"{x}:1": (DEFAULT.candidates, DEFAULT.candidates / x) for x in (10, 70, 300, 1000)},
+    "candidates": {f"B={b}": (b, b / 70) for b in (256, 512, 1024, 2048, 4096, 8192)},
+}
+POINTS = [
+    Point(sweep, label, dataclasses.replace(DEFAULT, candidates=b, users=max(1, round(users))))
+    for sweep, sizes in SWEEPS.items()
+    for label, (b, users) in sizes.items()
+]
 
 
 def small(sizes: Sizes) -> Sizes:
@@ -112,12 +103,13 @@ def inputs_of(sizes: Sizes) -> tuple[Any, ranking.Request]:
     return ranking.init(sizes), ranking.make_request(sizes)
 
 
-def measure_point(
-    point: Point, versions: Sequence[Version], protocol: harness.Protocol
-) -> dict[str, Any]:
+def measure_point(point: Point, run: harness.Run) -> dict[str, Any]:
     """Checks versions at a point, and times them interleaved."""
     sizes, inputs = point.case, inputs_of(point.case)
     exact = np.asarray(cases.oracle(*inputs), np.float64)
+    # Sweeps omit the tuned copies, which take longer to compile than to time.
+    versions = [version for version in ALL if point.sweep == "default" or version is not TUNED]
+    versions += [SERVED] if point.sweep == "candidates" else []
 
     def compare(scores: jax.Array) -> Check:
         return Check(float(np.abs(np.asarray(scores, np.float64) - exact).max()), math.inf)
@@ -129,10 +121,9 @@ def measure_point(
             lambda: (version.make(sizes), version.inputs(inputs)),
             compare,
             version.options,
-            harness.why_too_large,
         )
 
-    measured = harness.measure(list(map(compiled, versions)), protocol)
+    measured = harness.measure(list(map(compiled, versions)), run.protocol)
     runnable = {p["name"]: p for p in measured["providers"] if "error" in p}
     # The materialised network's error defines the tolerance; if it did not run, the error of the
     # first provider that ran.
@@ -149,42 +140,13 @@ def measure_point(
     return {"most": most, "largest": largest, **measured}
 
 
-def bars(point: Record, all_points: Sequence[Record], name: str) -> str:
-    """Formats the figures of a version at the default point, each next to its bar."""
-    timed = (provider_of(point, p.name) for p in (OURS, COPIES, BY_HAND, REWRITTEN))
-    ours, copies, hand, rewritten = timed
-    if point["sweep"] != "default" or ours is None:
-        return ""
-    if name == REWRITTEN.name and rewritten is not None:
-        share = rewritten["median_ms"] / ours["median_ms"]
-        return f"{share:.3f} of the layers' time, bar {REWRITE_BAR}"
-    if name != OURS.name:
-        return ""
-    found = [faster(ours, copies, "the copies", COPIES_BAR)]
-    if copies is not None and ours.get("total_bytes") and copies.get("total_bytes"):
-        share = ours["total_bytes"] / copies["total_bytes"]
-        found.append(f"{share:.2f} of their memory, bar {MEMORY_BAR}")
-    return listed(*found, faster(ours, hand, "XLA by hand", BY_HAND_BAR))
-
-
-def _measure(point: Point, run: harness.Run) -> dict[str, Any]:
-    # Sweeps omit the tuned copies, which take longer to compile than to time.
-    versions = [p for p in ALL if point.sweep == "default" or p is not TUNED]
-    versions += [SERVED] if point.sweep == "candidates" else []
-    return measure_point(point, versions, run.protocol)
-
-
 BENCHMARK = Benchmark(
     "ranking",
-    SWEEPS,
-    harness.of_sweeps(points),
-    lambda point: dataclasses.replace(point, case=small(point.case)),
-    _measure,
-    bars,
-    describe_all,
+    POINTS,
+    measure_point,
+    shrink=lambda point: dataclasses.replace(point, case=small(point.case)),
     times_matmul=False,
 )
-
 
 if __name__ == "__main__":
     sys.exit(BENCHMARK.main())

@@ -1,7 +1,6 @@
-"""Reads results files: figures of providers, and the table of all of them as text."""
+"""Reads results files: figures of providers, and all of them as text."""
 
 import functools
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -44,16 +43,17 @@ def joined(files: Mapping[str, Record]) -> Record:
     The files may be of several commits: all of them are named. Raises ValueError if two files
     differ in benchmark, protocol or other parts of the environment, or hold the same point.
     """
-    if len(files) == 1:
-        return next(iter(files.values()))
     (first, results), *others = files.items()
+    if not others:
+        return results
+
+    def origin(file: Record) -> dict[str, Any]:
+        environment = file["environment"] | {"commit": None, "date": None}
+        return {name: file[name] for name in ("op", "protocol")} | environment
+
     for name, other in others:
-        free = {"commit": None, "date": None}
-        ours, theirs = (x["environment"] | free for x in (results, other))
-        pairs = [(results[field], other[field]) for field in ("op", "protocol")]
-        for one, two in [*pairs, (ours, theirs)]:
-            if one != two:
-                raise ValueError(f"{first} has {one}, but {name} has {two}")
+        if (ours := origin(results)) != (theirs := origin(other)):
+            raise ValueError(f"{first} has {ours}, but {name} has {theirs}")
     points = [point for file in files.values() for point in file["points"]]
     labels = [(point["sweep"], point["label"], point.get("processes", "")) for point in points]
     if twice := [label for label in labels if labels.count(label) > 1]:
@@ -65,11 +65,15 @@ def joined(files: Mapping[str, Record]) -> Record:
     return {**results, "points": points, "environment": environment}
 
 
-def all_correct(results: Record) -> bool:
-    """Returns whether no point failed, and every provider that could run was correct."""
-    records = [p for point in results["points"] for p in point["providers"]]
-    is_right = all("failure" not in p and p.get("ok", True) for p in records)
-    return is_right and not results.get("failed")
+def wrong(results: Record) -> list[str]:
+    """Names the points that failed, and the providers that failed or were wrong."""
+    found = [
+        f"{point['sweep']} {point['label']}, {p['name']}"
+        for point in results["points"]
+        for p in point["providers"]
+        if "failure" in p or not p.get("ok", True)
+    ]
+    return [*results.get("failed", ()), *found]
 
 
 def faster(ours: Record, other: Record | None, words: str, bar: float | None = None) -> str:
@@ -96,20 +100,6 @@ def fastest(providers: Iterable[Record]) -> Record | None:
     return min(timed, key=lambda p: float(p["median_ms"]), default=None)
 
 
-def describe_ours(point: Record) -> str:
-    """Formats the figures of this library at a point."""
-    ours: Record = next((p for p in point["providers"] if p["name"] == OUR_NAME), {})
-    if "median_ms" not in ours:
-        return f"skipped: {ours['skipped']}" if "skipped" in ours else "failed"
-    return f"{ours['median_ms']:.4f} ms {ours['fraction']:.3f}"
-
-
-def describe_all(point: Record) -> str:
-    """Formats the times of all providers of a point."""
-    times = (f"{p['name']} {p.get('median_ms', math.nan):.3f}" for p in point["providers"])
-    return ", ".join(times) + " ms"
-
-
 #: Formats the bars of a provider: takes a point, all points, and the provider's name.
 Bars = Callable[..., str]
 
@@ -125,7 +115,7 @@ def of_ours(figures: Callable[[Record, Record, Sequence[Record]], str]) -> Bars:
     return bars
 
 
-#: Figures of a provider in the printed table: field, unit, digits, divisor.
+#: Figures of a provider in text: field, unit, digits, divisor.
 FIGURES = (
     *(("median_ms", "ms", 4, 1), ("tflops", "TFLOP/s", 1, 1), ("fraction", "of the matmul", 3, 1)),
     *(("us_per_candidate", "us a candidate", 3, 1), ("samples_per_s", "samples/s", 0, 1)),
@@ -133,25 +123,26 @@ FIGURES = (
 )
 
 
-def format_table(results: Record, bars: Bars) -> str:
-    """Formats the results, with a line for every provider at every point."""
-    points, lines = results["points"], []
-    for point in points:
-        for p in point["providers"]:
-            head = f"{point['sweep']} {point['label']}, {p['name']}: "
-            if "median_ms" not in p:
-                lines.append(head + f"{p.get('failure') or 'skipped: ' + p['skipped']:.90}")
-                continue
-            figures = [
-                f"{p[field] / divisor:.{digits}f} {unit}"
-                for field, unit, digits, divisor in FIGURES
-                if p.get(field) is not None
-            ]
-            figures.append(f"error/bound {p['error'] / p['bound']:.2f}")
-            figures.append(bars(point, points, p["name"]) if is_on_gpu(results) else "")
-            figures += [p.get("note", ""), "" if p["ok"] else "WRONG RESULT"]
-            lines.append(head + ", ".join(filter(None, figures)))
-    return "\n".join(lines)
+def format_point(point: Record, bars: Bars, points: Sequence[Record] = ()) -> str:
+    """Formats a point, one of `points`, with a line for every provider."""
+    lines = [] if point["providers"] else [f"nothing is timed: {point.get('reason')}"]
+    first: Record = next((p for p in point["providers"] if "median_ms" in p), {})
+    for p in point["providers"]:
+        figures = [
+            f"{p[field] / divisor:.{digits}f} {unit}"
+            for field, unit, digits, divisor in FIGURES
+            if p.get(field) is not None
+        ]
+        if "median_ms" not in p:
+            figures = [f"{p.get('failure') or 'skipped: ' + p.get('skipped', ''):.90}"]
+        elif p is not first:
+            figures.append(f"{p['median_ms'] / first['median_ms']:.3f} of {first['name']}'s time")
+        if "error" in p:
+            figures.append(f"error/bound {p['error'] / max(p['bound'], 1e-30):.2f}")
+        figures += [bars(point, points, p["name"]), p.get("note", "")]
+        figures.append("" if p.get("ok", True) else "WRONG RESULT")
+        lines.append(f"{p['name']}: {', '.join(filter(None, figures))}")
+    return "\n".join(f"{point['sweep']} {point['label']}, {line}" for line in lines)
 
 
 def is_on_gpu(results: Record) -> bool:

@@ -5,11 +5,7 @@
 replaces the blocks between `<!-- begin generated: NAME -->` and `<!-- end generated: NAME -->` in
 README.md, docs/performance.md and docs/training.md, and the plots in docs/images. With --check it
 writes nothing and fails if the text would change. Blocks of other ops and blocks with unknown names
-do not change.
-
-If a table in a document is newer than the results file, or has points that the file lacks, the
-command prints the reason, writes nothing, and returns 2. `--only NAME ...` limits the command to
-these blocks; `--overwrite` replaces newer and larger tables, too.
+do not change; with `--only NAME ...`, these blocks alone do.
 """
 
 import argparse
@@ -18,8 +14,7 @@ import os
 import pathlib
 import re
 import sys
-from collections.abc import Callable, Container, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
 
 from benchmarks import plots, records, tables, timing
 from benchmarks import tables_networks as networks
@@ -34,8 +29,6 @@ _BLOCK = re.compile(
     r"(?P<end><!-- end generated: (?P=name) -->)",
     re.DOTALL,
 )
-#: The date in `provenance`; in older blocks it has no time of day.
-_DATE = re.compile(r"commit `[^`]*`, (\d{4}-\d\d-\d\d(?: \d\d:\d\d)?)")
 
 #: Makes a benchmark's blocks by name; a block without points is empty. Others make none.
 TABLES: Mapping[str, Callable[[Record], dict[str, str]]] = {
@@ -97,13 +90,13 @@ def blocks(results: Record, document: str) -> dict[str, str]:
     return found
 
 
-def draw(results: Record, root: pathlib.Path, images: Container[str] | None = None) -> list[str]:
-    """Draws plots that were measured, of `images` alone if given; returns their files."""
-    found = {image_of(name): PLOTS[name][1] for name in PLOTS.keys() & blocks(results, "").keys()}
+def draw(results: Record, root: pathlib.Path, only: Sequence[str] = ()) -> list[str]:
+    """Draws plots that were measured, with `only` those of these blocks; returns their files."""
+    names = sorted(PLOTS.keys() & blocks(results, "").keys())
     return [
-        image
-        for image, draw_it in sorted(found.items())
-        if (images is None or image in images) and draw_it(results, root / image)
+        image_of(name)
+        for name in names
+        if (not only or f"{name}-plot" in only) and PLOTS[name][1](results, root / image_of(name))
     ]
 
 
@@ -120,93 +113,60 @@ def replace_blocks(text: str, bodies: Mapping[str, str]) -> str:
     return _BLOCK.sub(replaced, text)
 
 
-def reason_to_keep(name: str, old: str, new: str) -> str | None:
-    """Explains why `new` should not replace the body `old` of a block; None if it should."""
-    rows, new_rows = points_in(old), points_in(new)
-    if lost := [row for row in rows if row not in new_rows]:
-        return f"{name} has {len(lost)} points that the file lacks, {lost[0]!r} first"
-    dates = [_DATE.search(body) for body in (old, new)]
-    if dates[0] is None or dates[1] is None:
-        return None
-    then, now = dates[0][1], dates[1][1]
-    digits = min(len(then), len(now))
-    return f"{name} was measured later, {then}" if then[:digits] > now[:digits] else None
+def updated(root: pathlib.Path, bodies_of: Callable[[str], Mapping[str, str]]) -> dict[str, str]:
+    """Finds the documents below `root` that change by the bodies of their blocks; their texts."""
+    found: dict[str, str] = {}
+    for document in DOCUMENTS:
+        if (root / document).exists():
+            before = (root / document).read_text(encoding="utf-8")
+            after = replace_blocks(before, bodies_of(document))
+            found |= {document: after} if before != after else {}
+    return found
 
 
-def points_in(body: str) -> list[str]:
-    """Reads the first column of a body's tables, which holds the names of the points."""
-    cells = [
-        line.split(" | ")[0].removeprefix("| ") for line in body.split("\n") if line[:2] == "| "
-    ]
-    heads = [index - 1 for index, cell in enumerate(cells) if cell.startswith("---")]
-    return [c for i, c in enumerate(cells) if i not in heads and not c.startswith("---")]
+def write(root: pathlib.Path, texts: Mapping[str, str], *, check: bool) -> int:
+    """Writes documents; or with `check` returns 1 if there are any."""
+    for document, text in texts.items():
+        if not check:
+            (root / document).write_text(text, encoding="utf-8")
+        print(f"{'stale' if check else 'wrote'}: {document}")
+    if check and not texts:
+        print("documents agree with the results")
+    return int(check and bool(texts))
 
 
-def images_of(bodies: Mapping[str, str], document: str) -> set[str]:
-    """Finds the images that the bodies of `document` link to, relative to the root."""
-    links = [re.search(r"\]\(([^)]+)\)", body) for n, body in bodies.items() if n.endswith("-plot")]
-    folder = os.path.dirname(document)
-    return {os.path.normpath(os.path.join(folder, link[1])) for link in links if link is not None}
+def parser_of(module: str) -> argparse.ArgumentParser:
+    """Makes a command line with the options of commands that write documents."""
+    parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{module}")
+    parser.add_argument("--root", type=pathlib.Path, default=ROOT, help="root of the documents")
+    parser.add_argument("--check", action="store_true", help="write nothing, fail on differences")
+    return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command line.
-
-    Returns 1 if --check found a document that differs from the results, and 2 if nothing was
-    written because a table is newer or larger than the results file.
-    """
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.report")
-    words = "results file (JSON); several of the same commit and kind of device are joined"
+    """Runs the command line; returns 1 if --check found a document that differs."""
+    parser = parser_of("report")
+    words = "results file (JSON); several of the same kind of device are joined"
     parser.add_argument("results", type=pathlib.Path, nargs="+", help=words)
-    parser.add_argument("--root", type=pathlib.Path, default=ROOT, help="root of the documents")
-    parser.add_argument("--check", action="store_true", help="write nothing, fail on differences")
-    parser.add_argument("--only", nargs="+", metavar="NAME", help="replace these blocks alone")
-    parser.add_argument(
-        "--overwrite", "--force", action="store_true", help="replace newer and larger tables, too"
-    )
+    words = "replace these blocks alone, by a file with some points of a table for instance"
+    parser.add_argument("--only", nargs="+", metavar="NAME", default=(), help=words)
     args = parser.parse_args(argv)
     try:
         results = records.joined({str(x): timing.read_results(x) for x in args.results})
     except ValueError as error:
         parser.error(str(error))
     known = blocks(results, "")
-    if unknown := [name for name in args.only or () if name not in known]:
+    if unknown := [name for name in args.only if name not in known]:
         parser.error(f"the file makes no block {unknown[0]}; it makes {', '.join(sorted(known))}")
-    texts: dict[str, str] = {}
-    kept: dict[str, Any] = {}
-    images: set[Any] = set()
-    for document in DOCUMENTS:
-        path = args.root / document
-        bodies = blocks(results, document)
-        bodies = {n: body for n, body in bodies.items() if not args.only or n in args.only}
-        images |= images_of(bodies, document)
-        if not path.exists():
-            continue
-        before = path.read_text(encoding="utf-8")
-        for match in _BLOCK.finditer(before):
-            if (name := match["name"]) in bodies:
-                reason = reason_to_keep(name, match["body"], bodies[name])
-                kept |= {} if reason is None else {reason: document}
-        after = replace_blocks(before, bodies)
-        if before != after:
-            texts[document] = after
-    if args.check:
-        print("stale: " + ", ".join(texts) if texts else "documents agree with the results")
-        return 1 if texts else 0
-    if kept and not args.overwrite:
-        for reason, document in kept.items():
-            print(f"{document}: {reason}", file=sys.stderr)
-        print(
-            f"wrote nothing: {args.results[0]} is from {tables.measured_at(results)}; --only NAME "
-            "replaces single blocks, --overwrite these as well",
-            file=sys.stderr,
-        )
-        return 2
-    for document, after in texts.items():
-        (args.root / document).write_text(after, encoding="utf-8")
-    for written in [*texts, *draw(results, args.root, images)]:
-        print(f"wrote {written}")
-    return 0
+
+    def bodies_of(document: str) -> dict[str, str]:
+        found = blocks(results, document)
+        return {name: body for name, body in found.items() if not args.only or name in args.only}
+
+    status = write(args.root, updated(args.root, bodies_of), check=args.check)
+    for image in () if args.check else draw(results, args.root, args.only):
+        print(f"wrote: {image}")
+    return status
 
 
 if __name__ == "__main__":

@@ -1,23 +1,21 @@
-"""Benchmark of `ikbo.rewrite` on the ranking models of `rewrite_zoo`, in three sizes each.
+"""Benchmark of `ikbo.rewrite` on `examples/ranking_models.py`, in three sizes each.
 
     python -m benchmarks.rewrite_programs --jobs 14 --budget-s 540 --out FILE
 
 Each program is compared with the original in float32, and timed on the device by turns.
-`"* 3 *"` are the models that are also written by hand, in a real size. If the original does not fit
-into memory, it scores a part of the candidates, and its time is multiplied.
+`--points "* 3"` are the models that are also written by hand, in a real size. If the original does
+not fit into memory, it scores a part of the candidates, and its time is multiplied.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-import functools
 import math
 import re
 import statistics
 import sys
 from collections.abc import Callable, Sequence
-from fnmatch import fnmatch
 from typing import Any
 
 import jax
@@ -26,8 +24,8 @@ import numpy as np
 
 from benchmarks import harness
 from benchmarks.harness import Point
-from benchmarks.records import Record, provider_of
-from benchmarks.rewrite_zoo import BY_HAND, MODELS, SIZES, SMALL, Program
+from benchmarks.records import Record, listed, provider_of
+from examples.ranking_models import BY_HAND, MODELS, SIZES, SMALL, Program
 from ikbo_jax.cases import case, error_rule
 from ikbo_jax.cases.error_rule import Check
 from ikbo_jax.ops.explain import explain
@@ -64,27 +62,21 @@ def _on_host(tree: Any) -> list[np.ndarray]:
     return [np.asarray(x) for x in jax.tree.leaves(tree)]
 
 
-def _faults(plain: list[Any], found: list[Any], truth: list[Any], *, exact: bool) -> list[str]:
-    """Lists outputs that break the error rule, and those that are 0; NaN breaks it, too.
+def _check(plain: list[Any], found: list[Any], truth: list[Any]) -> Check:
+    """Compares outputs with the original's in float32; `plain` are those of the original.
 
-    `exact`: and those without any error, since another program ran.
+    Without the results in float32, `truth` is `plain`: a few roundings are allowed.
     """
-    faults = []
+    checks = []
     for first, x, oracle in zip(plain, found, truth, strict=True):
         x = x[: len(first)]  # the original may score a part
-        wide, name = oracle.astype(np.float32), f"{x.dtype}{list(x.shape)}"
-        of_plain, error = (np.abs(y.astype(np.float32) - wide).max() for y in (first, x))
-        largest, eps = np.abs(wide).max(), float(jnp.finfo(x.dtype).eps)
+        wide = oracle.astype(np.float32)
+        of_plain, error = (float(np.abs(y.astype(np.float32) - wide).max()) for y in (first, x))
+        largest, eps = float(np.abs(wide).max()), float(jnp.finfo(x.dtype).eps)
         # A gradient of few elements may be exact in the original by chance: one more rounding.
         bound = error_rule.bound(of_plain, largest, x.dtype, 1024) + eps * largest
-        bound = bound if plain is not truth else 8 * eps * largest
-        if not error <= bound:
-            faults.append(f"{name}: error {error:.3g}, bound {bound:.3g}")
-        if largest and not np.any(x):
-            faults.append(f"{name} is 0")
-        if exact and largest and error == 0 and x.size > 16:
-            faults.append(f"{name}: the error is exactly 0")
-    return faults
+        checks.append(Check(error, 8 * eps * largest if plain is truth else bound))
+    return case.nearest(checks)
 
 
 def _bytes_of_calls(text: str) -> int:
@@ -105,7 +97,7 @@ def _bytes_of_calls(text: str) -> int:
 
 
 def points(options: argparse.Namespace) -> list[Point]:
-    """Lists the points that match a pattern, those of small sizes and of bfloat16 first."""
+    """Lists the points, those of small sizes and of bfloat16 first."""
     every = [
         Point(f"{model} {size} {dtype}", direction, Program(model, size, dtype), direction)
         for dtype in ("bfloat16", "float32")
@@ -114,9 +106,7 @@ def points(options: argparse.Namespace) -> list[Point]:
         for model in MODELS
     ]
     real = [Program(model, SIZES, "bfloat16") for model in BY_HAND]
-    every += [Point(f"{x.model} {SIZES} {x.dtype}", "forward", x) for x in real]
-    found = (x for name in options.points or ["*"] for x in every if fnmatch(x.name, name))
-    return list(dict.fromkeys(found))
+    return every + [Point(f"{x.model} {SIZES} {x.dtype}", "forward", x) for x in real]
 
 
 def shrink(point: Point) -> Point:
@@ -155,27 +145,22 @@ def measure_point(point: Point, run: harness.Run) -> dict[str, Any]:
         with jax.default_matmul_precision("highest"):
             compiled, _ = harness.compiled_of(jax.jit(of(scores)), *wide, options=untuned)
         exact = _on_host(compiled(*wide))
-    results: dict[str, list[np.ndarray]] = {}
-    faults: dict[str, list[str]] = {}
+    plain: list[np.ndarray] = []
 
-    def compare(name: str, out: Any) -> Check:
-        found = results[name] = _on_host(out)
-        is_exact = name == "rewritten" and exact is not None
-        first = results["original"]
-        faults[name] = _faults(first, found, exact or first, exact=is_exact)
-        return Check(float(len(faults[name])), 0.5)
+    def compare(out: Any) -> Check:
+        found = _on_host(out)
+        plain.extend(() if plain else found)  # the first form is the original
+        return _check(plain, found, exact or plain)
 
     def made_of(name: str, form: Callable[..., Any]) -> harness.Contender:
         given, parts = (part, program.parts) if name == "original" else (args, 1)
-        check = functools.partial(compare, name)
-        made = harness.compile_and_check(name, "", lambda: (of(form), given), check)
+        made = harness.compile_and_check(name, "", lambda: (of(form), given), compare)
         if made.compiled is None:
             raise RuntimeError(str(made.record))
         counts = made.compiled.cost_analysis() or {}
         made.record["flops"] = parts * counts.get("flops", 0)
         nbytes = counts.get("bytes accessed", 0) + _bytes_of_calls(made.compiled.as_text())
         made.record["bytes"] = parts * nbytes
-        made.record["faults"] = faults[name]
         return made
 
     contenders = [made_of(name, form) for name, form in forms.items()]
@@ -206,21 +191,17 @@ def bars(point: Record, all_points: Any = (), name: str = "rewritten") -> str:
     )
 
 
-def describe(point: Record) -> str:
-    """Formats a point's times, what the report and XLA say is saved, and what is suspicious."""
-    runs = "" if point["changed"] else f"original runs: {point['reason'] or 'nothing gained'}; "
-    if not point["providers"]:
-        return runs[:-2]
+def figures(point: Record, all_points: Any, name: str) -> str:
+    """Formats what the report and XLA say is saved, and the bars."""
+    if name != "rewritten":
+        return ""
     old, new = point["providers"][:2]
-    found = (
-        f"{speed_up(point):.3f}: {old['median_ms']:.4f} -> {new['median_ms']:.4f} ms; {runs}report "
-        f"saves {point['bytes_saved'] / 1e6:.2f} MB, XLA {(old['bytes'] - new['bytes']) / 1e6:.2f} "
-        f"of {old['bytes'] / 1e6:.2f}"
+    runs = "" if point["changed"] else f"the original runs: {point['reason']}"
+    saved = (
+        f"report saves {point['bytes_saved'] / 1e6:.2f} MB, "
+        f"XLA {(old['bytes'] - new['bytes']) / 1e6:.2f} of {old['bytes'] / 1e6:.2f}"
     )
-    found = "; ".join(filter(None, (found, bars(point))))
-    return found + "".join(
-        f"; SUSPICIOUS {x['name']} {y}" for x in point["providers"] for y in x["faults"]
-    )
+    return listed(runs, saved, bars(point))
 
 
 def summary(points: Sequence[Record]) -> str:
@@ -234,29 +215,15 @@ def summary(points: Sequence[Record]) -> str:
     return "\n".join(lines)
 
 
-def _add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("points", nargs="*", help="patterns such as 'dlrm 1 *'; default: all")
-
-
 BENCHMARK = harness.Benchmark(
     "rewrite_programs",
-    (),
     points,
-    shrink,
     measure_point,
-    bars,
-    describe,
-    add_options=_add_options,
+    figures,
+    shrink=shrink,
+    summary=lambda results: summary(results["points"]),
     times_matmul=False,
 )
 
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command line; returns 1 if a program failed, was suspicious or was left out."""
-    results = BENCHMARK.run(BENCHMARK.parse(argv))
-    status = harness.print_results(results, summary(results["points"]))
-    return 1 if results["left_out"] else status
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(BENCHMARK.main())

@@ -25,7 +25,6 @@ import functools
 import math
 import os
 import pathlib
-import re
 import statistics
 import sys
 import tempfile
@@ -39,7 +38,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from benchmarks import children, harness, records
+from benchmarks import children, harness
 from benchmarks.harness import Point
 from examples import several_processes
 from ikbo_jax import place_users
@@ -220,27 +219,6 @@ PROVIDERS = {
 }
 
 
-# An asynchronous collective's type holds the tuple of its operands before its results.
-_OPERANDS = r"\((?:[^()]|\([^()]*\))*\), "
-_COLLECTIVE = re.compile(
-    rf" = (?:\({_OPERANDS})?(?P<shapes>\(.*?\)|\S+) (?P<name>all-gather|all-reduce|all-to-all"
-    r"|collective-permute|reduce-scatter)(?:-start)?\("
-)
-_SHAPE = re.compile(r"(?P<bits>[a-z]+(\d+))\[(?P<sizes>[\d,]*)\]")
-
-
-def traffic(program: str) -> dict[str, dict[str, int]]:
-    """Counts collectives and the bytes of their results, by name, in a compiled program's text."""
-    found: dict[str, dict[str, int]] = {}
-    for match in _COLLECTIVE.finditer(program):
-        entry = found.setdefault(match["name"], {"count": 0, "bytes": 0})
-        entry["count"] += 1
-        for shape in _SHAPE.finditer(match["shapes"]):
-            size = math.prod(int(size) for size in shape["sizes"].split(",") if size)
-            entry["bytes"] += size * max(1, int(shape[2]) // 8)
-    return found
-
-
 def _compiled(programs: Mapping[str, Program]) -> dict[str, Any]:
     """Compiles programs at once; each is lowered once, however many options it has."""
     lowered = {id(x): jax.jit(x.fn).lower(*x.args) for x in programs.values()}
@@ -283,7 +261,7 @@ def measure(point: Point, run: harness.Run) -> dict[str, Any]:
             error = float(np.abs(results[name] - expected).max() / np.abs(expected).max())
             record |= {"error": error, "bound": TOLERANCE, "ok": error <= TOLERANCE}
         if name != ONE:
-            record["collectives"] = traffic(compiled[name].as_text() or "")
+            record["collectives"] = several_processes.traffic(compiled[name].as_text() or "")
         median = statistics.median(ms)
         providers.append(record | {"ms": ms, "median_ms": median, "of_one": median / one})
     return {**scale._asdict(), "providers": providers, **_processes()}
@@ -327,16 +305,10 @@ def moved_by(record: Mapping[str, Any]) -> str:
     )
 
 
-def describe(point: Mapping[str, Any]) -> str:
-    """Formats the figures of a point."""
-    one, *others = point["providers"]
-    bound = f" (bar {bar(point)})" if bar(point) else ""
-    return f"1 device {one['median_ms']:.3f} ms" + "".join(
-        f" | {p['name']} {p['median_ms']:.3f} ms, {p['of_one']:.3f} of it{bound}; "
-        + (moved_by(p) or "no collectives")
-        + ("" if p.get("ok", True) else "; WRONG RESULT")
-        for p in others
-    )
+def bars(point: Mapping[str, Any], all_points: Any = (), name: str = ONE) -> str:
+    """Formats a point's bar, and what collectives move on several devices."""
+    moved = [moved_by(p) or "no collectives" for p in point["providers"][1:] if p["name"] == name]
+    return "; ".join(filter(None, [*moved, bar(point) and f"bar {bar(point)}"]))
 
 
 def bar(point: Mapping[str, Any]) -> str:
@@ -359,13 +331,11 @@ def _points(options: argparse.Namespace) -> list[Point]:
         for sweep in options.sweep
         for point in points(sweep, devices)
         if (sweep in LARGE_BARS or not _processes())
-        and (options.points is None or point.label in options.points)
         and (not _processes() or point.case.devices == devices)
     ]
 
 
 def _add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--points", nargs="+", metavar="LABEL", help="such as 'strong 4'")
     words = "run the points of all devices in processes; 0: one for each GPU, or 2 on the CPU"
     parser.add_argument("--processes", type=int, help=words)
     parser.add_argument("--coordinator", help=argparse.SUPPRESS)
@@ -375,47 +345,38 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
 
 BENCHMARK = harness.Benchmark(
     "scaling",
-    tuple(PROGRAMS),
     _points,
-    lambda point: point,
     measure,
-    lambda point, all_points, name: bar(point),
-    describe,
+    bars,
     _add_options,
     lambda run: run.results.update({"devices": jax.device_count(), **_processes()}),
+    sweeps=tuple(PROGRAMS),
+    shrink=lambda point: point,
     times_matmul=False,
 )
 
 
-def _run(options: argparse.Namespace) -> int:
-    """Measures; the exit status is 1 if a result is wrong."""
-    if options.coordinator is not None:  # A process of `main`.
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line; returns 1 if a result is wrong or a process fails."""
+    options = BENCHMARK.parse(argv)
+    if options.coordinator is not None:  # A process that this command started.
         several_processes.end_with_stdin()
         several_processes.join(options)
+    elif options.processes is not None:
+        processes = options.processes or several_processes.count_gpus() or 2
+        if processes < 2:
+            print(f"needs at least 2 processes, but there is {processes}", file=sys.stderr)
+            return 1
+        command = children.command("benchmarks.scaling", *options.argv)
+        return several_processes.start_all(command, processes, TIME_LIMIT_S)
     if not options.process_id:
-        return 0 if records.all_correct(BENCHMARK.run(options)) else 1
+        return BENCHMARK.main(options.argv)
     # The first process alone prints and keeps its results.
     with tempfile.TemporaryDirectory() as folder, open(os.devnull, "w", encoding="utf-8") as null:
         options.out = pathlib.Path(folder) / "results.json"
         with contextlib.redirect_stdout(null):
             BENCHMARK.run(options)
     return 0
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command line; returns 1 if a result is wrong or a process fails."""
-    options = BENCHMARK.parse(argv)
-    try:
-        if options.processes is None or options.coordinator is not None:
-            return _run(options)
-        processes = options.processes or several_processes.count_gpus() or 2
-        if processes < 2:
-            raise ValueError(f"needs at least 2 processes, but there is {processes}")
-    except ValueError as error:
-        print(error, file=sys.stderr)
-        return 1
-    command = children.command("benchmarks.scaling", *options.argv)
-    return several_processes.start_all(command, processes, TIME_LIMIT_S)
 
 
 if __name__ == "__main__":

@@ -47,7 +47,6 @@ ATTENTION = {
 GDPA = (
     ("xla", "ikbo-jax in XLA"),
     ("cudnn-softmax", "cuDNN softmax (another function)"),
-    ("cudnn-softmax-padded", "cuDNN softmax, padded"),
     (OUR_NAME, "ikbo-jax"),
 )
 #: Rows of the short table of linear compression, and bars of its plot: provider, description.
@@ -66,21 +65,16 @@ def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join("| " + " | ".join(cells) + " |" for cells in (header, align, *rows)) + "\n"
 
 
-def measured_at(results: Record) -> str:
-    """Formats date and time of the benchmark, e.g. "2026-01-31 23:59 UTC"."""
-    date: str = results["environment"]["date"]
-    return f"{date[:16].replace('T', ' ')} UTC"
-
-
 def provenance(results: Record) -> str:
     """Writes one sentence about device, versions, date and protocol of the results."""
     env, protocol = results["environment"], results["protocol"]
+    date = env["date"][:16].replace("T", " ")
     driver = f", driver {env['driver']}" if env["driver"] else ""
     commits = [f"`{commit[:12]}`" for commit in env["commit"].split(", ")]
     return (
         f"Measured on {env['device']}{driver}, jax {env['jax']}, "
         f"commit{'s' * (len(commits) > 1)} {' and '.join(commits)}, "
-        f"{measured_at(results)}: median of {protocol['rounds']} windows of "
+        f"{date} UTC: median of {protocol['rounds']} windows of "
         f"{protocol['window_s']} s, launches back to back, competing versions by turns.\n"
     )
 

@@ -79,15 +79,6 @@ def _request(defaults: Sequence[Record]) -> str:
     )
 
 
-def _swept_training(results: Record) -> list[Record]:
-    """Selects the points of training's sweep over ratios, in the order of the sizes."""
-
-    def sizes(point: Record) -> tuple[int, int]:
-        return -point["problem"]["users"], point["problem"]["queries"]
-
-    return sorted(points_of(results, "ratio"), key=sizes)
-
-
 def training(results: Record) -> dict[str, str]:
     """Makes the tables of both networks and of the sweep over ratios."""
 
@@ -111,10 +102,12 @@ def training(results: Record) -> dict[str, str]:
         return f"{hand['median_ms'] / ours['median_ms']:.2f}×"
 
     default = [*points_of(results, "default"), *points_of(results, "users")]
+    by_sizes = lambda p: (-p["problem"]["users"], p["problem"]["queries"])  # noqa: E731
+    swept = sorted(points_of(results, "ratio"), key=by_sizes)
     note = "" if is_on_gpu(results) else "Small sizes on a CPU.\n\n"
     tables = {
         "training-table": table(default, RANKING, "candidates/s", "co-designed"),
-        "training-ratio": times(_swept_training(results), SWEPT, ("of by hand", of_hand), digits=2),
+        "training-ratio": times(swept, SWEPT, ("of by hand", of_hand), digits=2),
         "training-gdpa": table(points_of(results, "gdpa"), TRAINED_GDPA, "sequences/s", OUR_NAME),
     }
     return {name: block(results, found, note) for name, found in tables.items()}

@@ -12,6 +12,7 @@ import json
 import os
 import pathlib
 import platform
+import re
 import statistics
 import subprocess
 import sys
@@ -97,7 +98,9 @@ def write_results(path: pathlib.Path, results: Mapping[str, Any]) -> None:
     """Writes a results file atomically, with every list of samples on one line for short diffs."""
     make_folder_of(path)
     temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(_dumps({"schema": SCHEMA, **results}) + "\n", encoding="utf-8")
+    text = json.dumps({"schema": SCHEMA, **results}, indent=2)
+    numbers_on_a_line = re.sub(r"\[\n[^\[\]{}\"]*\]", lambda x: " ".join(x[0].split()), text)
+    temporary.write_text(numbers_on_a_line + "\n", encoding="utf-8")
     os.replace(temporary, path)
 
 
@@ -115,18 +118,3 @@ def _output(*command: str) -> str:
     except (OSError, subprocess.SubprocessError):
         return ""
     return done.stdout.strip()
-
-
-def _dumps(value: Any, indent: int = 0) -> str:
-    flat = json.dumps(value)
-    is_nested = isinstance(value, dict | list) and any(c in flat[1:-1] for c in "[{")
-    if not is_nested and len(flat) + indent <= 100:
-        return flat
-    inner = " " * (indent + 2)
-    if not value or not isinstance(value, dict | list):
-        return flat
-    if isinstance(value, dict):
-        items = [f"{json.dumps(key)}: {_dumps(item, indent + 2)}" for key, item in value.items()]
-    else:
-        items = [_dumps(item, indent + 2) for item in value]
-    return f"{flat[0]}\n{inner}" + f",\n{inner}".join(items) + f"\n{' ' * indent}{flat[-1]}"

@@ -11,9 +11,10 @@ checked: the loss against a float32 oracle, the norm of the gradient against the
 import concurrent.futures
 import dataclasses
 import functools
+import itertools
 import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -22,10 +23,8 @@ from benchmarks import harness, ranking
 from benchmarks import training_networks as networks
 from benchmarks.harness import Benchmark, Point
 from benchmarks.ranking import Version
-from benchmarks.records import OUR_NAME, Record, describe_all, faster, fastest, listed, provider_of
+from benchmarks.records import OUR_NAME, Record, faster, fastest, listed, provider_of
 
-#: The most telling first: a version's step compiles in 5 to 25 s.
-SWEEPS = ("default", "users", "gdpa", "ratio")
 #: Candidates of a user, and queries of a candidate, in "ratio", the most telling first.
 RATIOS, QUERIES = (8, 1, 70), (16, 1, 64)
 #: Bars: milliseconds of the step at the default point, and speed-ups over XLA by hand and over the
@@ -51,26 +50,20 @@ OF_GDPA = (
 )
 
 
-def points(sweep: str) -> Iterator[Point]:
-    """Yields the points of a sweep."""
-    default = ranking.DEFAULT
-    change = functools.partial(dataclasses.replace, default)
-    ratios = [
-        (ratio, queries, max(1, round(default.candidates / ratio)))
-        for queries in QUERIES
-        for ratio in RATIOS
-    ]
-    sizes: dict[str, dict[str, Any]] = {
-        "default": {f"B={default.candidates}": default},
-        "users": {"B=2048 U=256 T=16": change(candidates=2048, users=256, queries=16)},
-        "ratio": {
-            f"{ratio}:1 T={queries}": change(users=users, queries=queries)
-            for ratio, queries, users in ratios
-            if (users, queries) != (default.users, default.queries)
-        },
-        "gdpa": {f"B=1152 max={n}": networks.Sizes(max_length=n) for n in (256, 512)},
-    }
-    return (Point(sweep, label, case) for label, case in sizes[sweep].items())
+_changed = functools.partial(dataclasses.replace, ranking.DEFAULT)
+#: Sizes by sweep and label, the most telling first: a version's step compiles in 5 to 25 s.
+SWEEPS: dict[str, dict[str, Any]] = {
+    "default": {f"B={ranking.DEFAULT.candidates}": ranking.DEFAULT},
+    "users": {"B=2048 U=256 T=16": _changed(candidates=2048, users=256, queries=16)},
+    "gdpa": {f"B=1152 max={n}": networks.Sizes(max_length=n) for n in (256, 512)},
+    "ratio": {
+        f"{ratio}:1 T={queries}": sizes
+        for queries, ratio in itertools.product(QUERIES, RATIOS)
+        if (sizes := _changed(users=round(ranking.DEFAULT.candidates / ratio), queries=queries))
+        != ranking.DEFAULT
+    },
+}
+POINTS = [Point(sweep, label, case) for sweep, of in SWEEPS.items() for label, case in of.items()]
 
 
 def shrink(point: Point) -> Point:
@@ -94,7 +87,7 @@ def _compile(version: Version, sizes: Any, task: networks.Task) -> harness.Conte
         with jax.numpy_dtype_promotion("standard"):
             compiled, figures = harness.compiled_of(step, *args)
     except Exception as error:
-        return harness.Contender(record | harness.why_too_large(error))
+        return harness.Contender(record | harness.why_not_run(version.name, error))
     if "total_bytes" in figures:
         figures["peak_bytes"] = figures.pop("total_bytes")
     return harness.Contender(record | figures, compiled=compiled)
@@ -107,7 +100,7 @@ def _run_first(contender: harness.Contender, task: networks.Task) -> None:
         state, (loss, norm) = contender.compiled(state, task.inputs, task.labels)
         contender.record.update(loss=float(loss), norm=float(norm))
     except Exception as error:
-        contender.record.update(harness.why_too_large(error))
+        contender.record.update(harness.why_not_run(contender.record["name"], error))
 
     def step() -> Any:
         nonlocal state
@@ -137,12 +130,14 @@ def _check(versions: Sequence[Version], found: Sequence[Any], expected: float) -
         record |= {"error": error, "bound": 1.0, "ok": bool(error <= 1.0)}
 
 
-def measure_point(
-    point: Point,
-    versions: Sequence[Version],
-    protocol: harness.Protocol,
-) -> dict[str, Any]:
+def measure_point(point: Point, run: harness.Run) -> dict[str, Any]:
     """Checks the first step of every version, and times further ones interleaved."""
+    # Sweeps omit the tuned copies, which take longer to compile than to time.
+    versions = [
+        version
+        for version in (OF_GDPA if point.sweep == "gdpa" else OF_RANKING)
+        if point.sweep == "default" or version.name != ranking.TUNED.name
+    ]
     task = networks.task_of(point.case)
     compile_one = functools.partial(_compile, sizes=point.case, task=task)
     with concurrent.futures.ThreadPoolExecutor() as pool:
@@ -151,7 +146,7 @@ def measure_point(
         if contender.compiled is not None:
             _run_first(contender, task)
     _check(versions, contenders, task.expected)
-    measured = harness.measure(contenders, protocol)
+    measured = harness.measure(contenders, run.protocol)
     samples = point.case.batch if point.sweep == "gdpa" else point.case.candidates
     for contender in contenders:
         if (ms := contender.record.get("median_ms")) is not None:
@@ -182,26 +177,7 @@ def bars(point: Record, all_points: Sequence[Record], name: str) -> str:
     return listed(*found)
 
 
-def _measure(point: Point, run: harness.Run) -> dict[str, Any]:
-    # Sweeps omit the tuned copies, which take longer to compile than to time.
-    chosen = [
-        version
-        for version in (OF_GDPA if point.sweep == "gdpa" else OF_RANKING)
-        if point.sweep == "default" or version.name != ranking.TUNED.name
-    ]
-    return measure_point(point, chosen, run.protocol)
-
-
-BENCHMARK = Benchmark(
-    "training",
-    SWEEPS,
-    harness.of_sweeps(points),
-    shrink,
-    _measure,
-    bars,
-    describe_all,
-    times_matmul=False,
-)
+BENCHMARK = Benchmark("training", POINTS, measure_point, bars, shrink=shrink, times_matmul=False)
 
 if __name__ == "__main__":
     sys.exit(BENCHMARK.main())

@@ -1,8 +1,7 @@
 """What is trained: a loss, a step of Adam, tasks, and a network of generalised attention.
 
 Parameters are kept in float32 and rounded to the network's dtype in every step, so that small
-updates are not lost; gradients have the network's dtype, Adam's moments are float32. The ranking
-network's task can be learnt.
+updates are not lost; gradients have the network's dtype, Adam's moments are float32.
 
 The other network has jagged sequences and is trained in three versions. A sequence is a user's
 history. Each block adds self-attention and a feed-forward net whose weights are the sequence's
@@ -41,8 +40,6 @@ ACTIVATION, APPROX = "gelu_tanh", "tanh"
 #: The number of rows of all sequences is rounded up to a multiple of this.
 MULTIPLE = 256
 LEARNING_RATE = 1e-3
-#: How far the planted signals stand out of the noise, and the steepness of the labels' odds.
-SIGNAL, STEEPNESS = 2.0, 6.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -174,9 +171,9 @@ def xla(query: Any, key: Any, value: Any, _: Any, kv_lengths: Any) -> Any:
     return out * jnp.asarray(key.shape[1] ** -0.5, out.dtype)
 
 
-def softmax(library: production_providers.Library = production_providers.cudnn) -> Attention:
+def softmax() -> Attention:
     """Makes softmax attention in place of all three; raises NotImplementedError without cuDNN."""
-    return _padded(production_providers.softmax(library))
+    return _padded(production_providers.softmax())
 
 
 # Steps and tasks
@@ -231,33 +228,6 @@ def step_of(
     return step
 
 
-def draw(sizes: ranking.Sizes, seed: int | jax.Array, index: jax.Array) -> tuple[Any, jax.Array]:
-    """Draws a request with planted signals, and labels [B, tasks] in {-1, 1}; may be traced.
-
-    The signal of a candidate shifts all of its tokens along one direction, the signal of a user its
-    dense features. The odds of the first task follow the candidate's signal, and the odds of the
-    others its product with the user's signal: a network has to bring both together.
-    """
-    user_dense, user_tokens, history, cand_tokens = ranking.draw_request(sizes, seed)
-    keys = jax.random.split(jax.random.fold_in(jax.random.key(seed), 1), 3)
-    of_cand = jax.random.rademacher(keys[0], (sizes.candidates,), jnp.float32)
-    of_user = jax.random.rademacher(keys[1], (sizes.users,), jnp.float32)
-
-    def shifted(x: jax.Array, signal: jax.Array) -> jax.Array:
-        """Adds the signal along a fixed direction, whose elements alternate in sign."""
-        direction = 1 - 2 * (jax.lax.broadcasted_iota(jnp.float32, x.shape, x.ndim - 1) % 2)
-        signal = signal.reshape(-1, *[1] * (x.ndim - 1))
-        return x + (SIGNAL * signal * direction).astype(x.dtype)
-
-    request = ranking.Request(
-        shifted(user_dense, of_user), user_tokens, history, shifted(cand_tokens, of_cand), index
-    )
-    both = of_cand * of_user[index]
-    odds = STEEPNESS * jnp.stack([of_cand, *[both] * (sizes.tasks - 1)], axis=1)
-    is_met = jax.random.uniform(keys[2], odds.shape) < jax.nn.sigmoid(odds)
-    return request, jnp.where(is_met, 1.0, -1.0)
-
-
 class Task(NamedTuple):
     """What all versions of a point train on: float32 parameters, inputs, labels, first loss."""
 
@@ -273,9 +243,10 @@ def task_of(sizes: Any) -> Task:
     untimed = functools.partial(jax.jit, compiler_options=options)
     if not isinstance(sizes, Sizes):
         params = ranking.init(sizes)
-        inputs, labels = draw(sizes, 0, ranking.user_index(sizes))
-        logits = untimed(cases.oracle)(params, inputs)
-        return Task(params, inputs, labels, float(jnp.mean(jax.nn.softplus(-labels * logits))))
+        request, shape = ranking.make_request(sizes), (sizes.candidates, sizes.tasks)
+        labels = jax.random.rademacher(jax.random.key(1), shape, jnp.float32)
+        logits = untimed(cases.oracle)(params, request)
+        return Task(params, request, labels, float(jnp.mean(jax.nn.softplus(-labels * logits))))
     # The padded network in float32, of parameters rounded as in a step.
     params, (inputs, labels) = init(sizes), draw_sequences(sizes)
     wide = inputs._replace(rows=inputs.rows.astype(jnp.float32))

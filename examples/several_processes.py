@@ -10,7 +10,6 @@ To run on several machines, start a process on each with `--coordinator` and `--
 """
 
 import argparse
-import collections
 import dataclasses
 import functools
 import hashlib
@@ -61,9 +60,11 @@ GPU_SIZES = dataclasses.replace(ranking.SMALL, width=128, queries=16, head_dim=6
 TOLERANCE = {"float32": 1e-4, "bfloat16": 5e-2}
 LEARNING_RATE = 0.2
 
-COLLECTIVE = re.compile(
-    r"= (?P<shape>\(.*?\)|\S+) (?P<name>all-gather|all-reduce|all-to-all|collective-broadcast"
-    r"|collective-permute|ragged-all-to-all|reduce-scatter)(?:-start)?\("
+# The type of an asynchronous collective holds the tuple of its operands before its results.
+_OPERANDS = r"\((?:[^()]|\([^()]*\))*\), "
+_COLLECTIVE = re.compile(
+    rf" = (?:\({_OPERANDS})?(?P<shapes>\(.*?\)|\S+) (?P<name>all-gather|all-reduce|all-to-all"
+    r"|collective-broadcast|collective-permute|ragged-all-to-all|reduce-scatter)(?:-start)?\("
 )
 
 
@@ -278,16 +279,24 @@ def training_step(mesh: Mesh, num_candidates: int) -> Any:
     )
 
 
+def traffic(program: str) -> dict[str, dict[str, int]]:
+    """The collectives in a compiled program's text by name: number, arrays and bytes of results."""
+    found: dict[str, dict[str, int]] = {}
+    for match in _COLLECTIVE.finditer(program):
+        entry = found.setdefault(match["name"], {"count": 0, "arrays": 0, "bytes": 0})
+        entry["count"] += 1
+        for bits, dims in re.findall(r"[a-z]+(\d+)\[([\d,]*)\]", match["shapes"]):
+            entry["arrays"] += 1
+            size = math.prod(int(dim) for dim in dims.split(",") if dim)
+            entry["bytes"] += size * max(1, int(bits) // 8)
+    return found
+
+
 def collectives(compiled: Any) -> str:
     """The collectives in a compiled program, with the arrays and bytes that they move."""
-    arrays: collections.Counter[str] = collections.Counter()
-    moved: collections.Counter[str] = collections.Counter()
-    for found in COLLECTIVE.finditer(compiled.as_text()):
-        for dtype, dims in re.findall(r"([a-z]+\d+)\[([\d,]*)\]", found["shape"]):
-            arrays[found["name"]] += 1
-            size = math.prod(int(dim) for dim in dims.split(",") if dim)
-            moved[found["name"]] += size * int(re.sub(r"\D", "", dtype)) // 8
-    return ", ".join(f"{x} of {n} arrays, {moved[x]:,} bytes" for x, n in arrays.items()) or "none"
+    found = traffic(compiled.as_text()).items()
+    words = (f"{name} of {x['arrays']} arrays, {x['bytes']:,} bytes" for name, x in found)
+    return ", ".join(words) or "none"
 
 
 def everywhere(mesh: Mesh, array: jax.Array) -> np.ndarray:

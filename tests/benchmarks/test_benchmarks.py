@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import types
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +17,10 @@ from ikbo_jax.problems import LinearCompressionProblem
 
 pytestmark = pytest.mark.slow
 
-SHORT = harness.Protocol(window_s=0.001, rounds=1, matmul_size=16)
+SHORT = types.SimpleNamespace(
+    protocol=harness.Protocol(window_s=0.001, rounds=1, matmul_size=16),
+    options=types.SimpleNamespace(quick=False),
+)
 TINY = LinearCompressionProblem((2, 6), (7, 5), 9, 16, "bfloat16")
 
 
@@ -76,7 +80,8 @@ def test_results_round_trip_and_foreign_schema(tmp_path, capsys):
 
 
 def test_sweeps_hold_the_shapes_that_bars_speak_of():
-    sweeps = {name: list(linear_compression.points(name)) for name in linear_compression.SWEEPS}
+    todo = linear_compression.BENCHMARK.todo(linear_compression.BENCHMARK.parse(["--out", "x"]))
+    sweeps = {name: [p for p in todo if p.sweep == name] for name in linear_compression.SWEEPS}
     assert sweeps["default"][0].problem == linear_compression.DEFAULT
     assert [p.problem.m for p in sweeps["m"]] == [128, 256, 512, 1024]
     assert [p.problem.ks[1] for p in sweeps["k"]] == [256, 1024, 2048]
@@ -136,12 +141,10 @@ def test_a_wrong_provider_is_caught_and_a_failing_one_recorded():
     ok = [record.get("ok") for record in found["providers"]]
     assert ok == [None, True, False, False]
     assert found["providers"][0]["failure"] == "RuntimeError: broken"
-    results = {
-        "points": [{"sweep": "m", "label": "tiny"} | found],
-        "environment": {"platform": "cpu"},
-    }
-    assert not records.all_correct(results)
-    assert records.format_table(results, linear_compression.bars).count("WRONG RESULT") == 2
+    measured = {"sweep": "m", "label": "tiny"} | found
+    names = [f"m tiny, {name}" for name in (OUR_NAME, "wrong", "nan")]
+    assert records.wrong({"points": [measured]}) == names
+    assert records.format_point(measured, linear_compression.bars).count("WRONG RESULT") == 2
 
 
 def test_the_oracle_is_the_equation():
@@ -162,12 +165,12 @@ def run(path, *options: str, **changes) -> dict:
 def test_run_writes_every_point_and_the_report_reads_it(tmp_path, monkeypatch):
     path = tmp_path / "results" / "run.json"
     sweeps = ("default", "m", "ratio")
-    run(path, points=lambda options: map(point, sweeps), shrink=lambda point: point)
+    run(path, points=[*map(point, sweeps)], shrink=lambda point: point)
     assert not path.with_name("run.json.tmp").exists()
     results = timing.read_results(path)
     assert [p["sweep"] for p in results["points"]] == ["default", "m", "ratio"]
     assert results["protocol"]["rounds"] == 1
-    assert records.all_correct(results)
+    assert not records.wrong(results)
     assert results["points"][0]["problem"]["batches"] == [2, 6]
     environment = results["environment"]
     assert environment["commit"] == "0123456789abcdef"
@@ -247,7 +250,7 @@ def synthetic() -> dict:
 
 
 def test_bars_stand_beside_what_was_reached():
-    text = records.format_table(synthetic(), linear_compression.bars)
+    text = records.format_point(synthetic()["points"][0], linear_compression.bars)
     assert "fraction 0.800, bar 0.82" in text
     assert "skipped: no PyTorch" in text
 
@@ -320,7 +323,7 @@ def test_a_point_that_raises_does_not_end_the_run(tmp_path, capsys):
 
     out = tmp_path / "some.json"
     points = [harness.Point("sweep", label, None) for label in ("large", "small")]
-    benchmark = harness.Benchmark("some", (), lambda _: points, lambda p: p, measure, str)
+    benchmark = harness.Benchmark("some", points, measure, shrink=lambda p: p)
     assert benchmark.main(["--quick", "--out", str(out)]) == 1
     results = timing.read_results(out)
     assert [p["label"] for p in results["points"]] == ["small"]

@@ -1,11 +1,9 @@
 """The comparison with an older commit: its package, its points, and a run in small."""
 
-import argparse
 import os
 import pathlib
 import re
 import shutil
-import signal
 import subprocess
 import sys
 
@@ -121,11 +119,12 @@ def test_the_package_of_a_commit_has_another_name(tmp_path, monkeypatch):
 
 
 def chosen(*names: str) -> list[harness.Point]:
-    return compare.points(argparse.Namespace(points=names))
+    options = ["--out", os.devnull, "--before", ".", "--points", *names]
+    return compare.BENCHMARK.todo(compare.BENCHMARK.parse(options))
 
 
 def test_points_are_chosen_by_name_and_groups_take_turns():
-    points, groups = chosen(*compare.GROUPS), list(compare.GROUPS)
+    points, groups = chosen("*"), list(compare.GROUPS)
     assert [p.sweep.split()[0] for p in points[: len(groups)]] == groups
     assert len({p.name for p in points}) == len(points)
     names = ["gdpa full max=512 forward", "ranking ratio", "ranking_rewritten ratio"]
@@ -155,11 +154,3 @@ def test_processes_share_work(tmp_path):
     assert list(first) == []
     (tmp_path / "other").mkdir()
     assert list(children.claims(tmp_path / "other", 4, until=0.0)) == []
-
-
-def test_processes_end_with_the_one_that_started_them():
-    sleep = [sys.executable, "-c", "import time; time.sleep(600)"]
-    processes = [subprocess.Popen(sleep) for _ in range(2)]
-    with pytest.raises(SystemExit), children.ending(processes):
-        signal.raise_signal(signal.SIGTERM)
-    assert all(process.returncode == -signal.SIGKILL for process in processes)

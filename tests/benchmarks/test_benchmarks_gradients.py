@@ -1,5 +1,6 @@
 """The benchmarks of gradients of attention and linear compression, on shapes for a CPU."""
 
+import dataclasses
 import json
 import re
 import sys
@@ -21,19 +22,27 @@ from benchmarks import (
 
 pytestmark = pytest.mark.slow
 
-SHORT = harness.Protocol(window_s=0.001, rounds=2, matmul_size=64)
+SHORT = types.SimpleNamespace(
+    protocol=harness.Protocol(window_s=0.001, rounds=2, matmul_size=64),
+    options=types.SimpleNamespace(quick=False),
+)
+
+
+def backward(module, sweep: str) -> list[harness.Point]:
+    options = ["--out", "x", "--direction", "backward", "--sweep", sweep]
+    return module.BENCHMARK.todo(module.BENCHMARK.parse(options))
 
 
 def test_sizes_and_directions_of_sweeps():
-    of_s = list(attention.points("s", "backward"))
+    of_s = backward(attention, "s")
     assert {p.case.kv_len for p in of_s} == set(attention.GRADIENT_BARS)
     assert {p.direction for p in of_s} == {"backward"}
-    batches = {p.problem.batches for p in linear_compression.gradient_points("ratio")}
+    batches = {p.problem.batches for p in backward(linear_compression, "ratio")}
     assert batches == {(1024, 1024), (128, 1024), (15, 1024), (1, 1024)}
 
 
 def test_right_versions_are_right_and_wrong_ones_are_found(monkeypatch):
-    point = attention.shrink(next(attention.points("h", "backward")))
+    point = harness.shrink(backward(attention, "h")[0])
     makers = production_providers.contenders(point.case)
 
     def spoiled():
@@ -41,8 +50,7 @@ def test_right_versions_are_right_and_wrong_ones_are_found(monkeypatch):
         return right._replace(name="spoiled", fn=lambda *args: 1.1 * right.fn(*args))
 
     monkeypatch.setattr(attention, "contenders", lambda shape: [*makers, spoiled])
-    run = types.SimpleNamespace(protocol=SHORT, options=types.SimpleNamespace(quick=False))
-    measured = attention.measure_point(point, run)
+    measured = attention.measure_point(point, SHORT)
     ok = {record["name"]: record.get("ok") for record in measured["providers"]}
     assert (ok["ikbo"], ok["xla"], ok["spoiled"]) == (True, True, False)
     assert measured["useful_flops"] == harness.ATTENTION_WORK["backward"] * point.case.flops
@@ -54,11 +62,13 @@ OPTIONS = ("--quick", "--direction", "backward", "--sweep", "dtype", "--jobs", "
 
 
 def tiny(point):
-    return point.resized(batches=(3, 7), ks=(12, 9), m=10, n=8)
+    sizes = {"batches": (3, 7), "ks": (12, 9), "m": 10, "n": 8}
+    problem = dataclasses.replace(point.problem, **sizes)
+    return dataclasses.replace(point, case=dataclasses.replace(point.case, problem=problem))
 
 
 def test_all_providers_are_right_and_wrong_ones_are_found():
-    (point,) = map(tiny, linear_compression.gradient_points("dtype"))
+    (point,) = map(tiny, backward(linear_compression, "dtype"))
 
     def wrong(change):
         """This library's result, with other gradients."""
@@ -90,7 +100,7 @@ def test_a_run_in_small_and_its_table(tmp_path, capfd):
     (compiled,) = re.finditer(r"compiled in \d+ s: dtype float16\n", said)
     assert compiled.end() < said.index("[1/1]")
     results = json.loads(out.read_text())
-    assert [len(point["providers"]) for point in results["points"]] == [2]
+    assert [len(point["providers"]) for point in results["points"]] == [3]
     results["environment"]["platform"] = "gpu"
     block = report.blocks(results, "docs/performance.md")["linear-compression-gradient"]
     assert "\n| dtype: float16 | " in block

@@ -77,8 +77,11 @@ def test_tables_name_the_points_that_lose():
     means, worst = tables_networks.production(results).values()
     assert "| gdpa forward | 3 | 0.50 | 1.25× | 1 | 0.62, 2.5×, none slower |" in means
     assert "| gdpa forward, loses | xla |" in worst.splitlines()[4]
-    assert production.bars(points[1], points) == "0.50 x xla, bar 0.97"
-    assert production.bars(points[2], points) == "0.98 x xla"
+
+
+def _small(op: str, number: int) -> list:
+    points = (harness.Point("", "", shape) for shape in production_draws.shapes(op, number))
+    return [harness.shrink(point).case for point in points]
 
 
 def _check_with_another_scale(contender, direction, exact):
@@ -92,7 +95,7 @@ def _check_with_another_scale(contender, direction, exact):
 
 def test_a_wrong_result_is_found():
     """In the result, and in the gradients."""
-    shape = production_draws.shrink(production_draws.shapes("linear_compression", 1)[0])
+    shape = _small("linear_compression", 1)[0]
     ours, *_, by_hand, _ = production_providers.contenders(shape)
     assert by_hand().name == "xla-by-hand"
     for direction in ("forward", "both", "backward"):
@@ -119,7 +122,7 @@ def test_programs_take_indices_and_lengths_as_arguments(op):
     With "both", the programs have the forward pass and its gradients. Of two shapes of attention,
     one has lengths.
     """
-    for shape in map(production_draws.shrink, production_draws.shapes(op, 2)):
+    for shape in _small(op, 2):
         for make in production_providers.contenders(shape)[:2]:  # the library's op, and in XLA
             fn, args = production.in_direction(make(), "both")
             assert any(x.dtype == np.int32 for x in args)
@@ -145,7 +148,12 @@ def test_keys_padded_to_an_even_number_change_nothing(monkeypatch, has_lengths):
 def test_a_run_in_small(tmp_path, capsys):
     out = tmp_path / "production.json"
     args = ["--out", str(out), "--quick", "--number", "1", "--jobs", "2"]
-    assert production.main([*args, "--sweep", "linear_compression both", "attention forward"]) == 0
+    assert (
+        production.BENCHMARK.main(
+            [*args, "--sweep", "linear_compression both", "attention forward"]
+        )
+        == 0
+    )
     points = json.loads(out.read_text())["points"]
     assert [p["sweep"] for p in points] == ["attention forward", "linear_compression both"]
     for point in points:
@@ -172,17 +180,21 @@ def _options(*args):
     return production.BENCHMARK.parse(["--out", os.devnull, *args])
 
 
-def test_sweeps_take_turns_and_what_a_run_left_out_is_measured_by_another(tmp_path):
-    todo = production.points(_options("--number", "2"))
+def test_sweeps_take_turns_and_what_a_run_left_out_is_measured_by_another(tmp_path, capsys):
+    options = ("--number", "2")
+    todo = production.BENCHMARK.todo(_options(*options))
     assert [point.sweep for point in todo] == [*production_draws.SWEEPS, *production_draws.SWEEPS]
     out = tmp_path / "production.json"
-    assert production.main(["--out", str(out), "--number", "2", "--budget-s", "-1"]) == 1
+    command = ["--out", str(out), *options, "--budget-s", "-1"]
+    assert production.BENCHMARK.main(command) == 1
     results = timing.read_results(out)
     assert results["points"] == []
     assert results["left_out"] == [point.name for point in todo]
-    timing.write_results(out, results | {"left_out": results["left_out"][3:5]})
-    left = production.points(_options("--number", "3", "--left", str(out)))
-    assert [point.name for point in left] == results["left_out"][3:5]
+    names = results["left_out"][3:5]
+    left = production.BENCHMARK.todo(_options("--number", "3", "--points", *names))
+    assert [point.name for point in left] == names
+    assert production.BENCHMARK.main([*command, "--points", "gdpa empty"]) == 2
+    assert "no point 'gdpa empty'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("far", "compilations"), [(np.inf, 1), (1e9, 2), (0.0, 1)])

@@ -1,6 +1,7 @@
 """The benchmark of the ranking network, with versions that cost nothing."""
 
 import functools
+import types
 from unittest import mock
 
 import jax
@@ -59,18 +60,16 @@ def small_and_quick(monkeypatch):
     )
     monkeypatch.setattr(ranking, "SERVED", served)
     monkeypatch.setattr(ranking, "inputs_of", inputs_of)
-    monkeypatch.setattr(ranking, "RATIOS", (10, 1000))
-    monkeypatch.setattr(ranking, "CANDIDATES", (256, 8192))
     quick = functools.partial(harness.interleaved_ms, window_s=0.001, rounds=2)
     monkeypatch.setattr(harness, "interleaved_ms", lambda thunks, **_: quick(thunks))
 
 
 def test_run_writes_what_it_measured_and_the_report_reads_it(tmp_path, capsys):
     path = tmp_path / "ranking.json"
-    assert ranking.BENCHMARK.main(["--out", str(path)]) == 0
+    names = ["default", "ratio 10:1", "ratio 1000:1", "candidates B=256", "candidates B=8192"]
+    assert ranking.BENCHMARK.main(["--out", str(path), "--points", *names]) == 0
     results = timing.read_results(path)
-    number = 1 + len(ranking.RATIOS) + len(ranking.CANDIDATES)
-    assert len(results["points"]) == number
+    assert len(results["points"]) == len(names)
     assert "B=8192" in capsys.readouterr().out
     for record in results["points"][0]["providers"]:
         assert record["ok"]
@@ -86,7 +85,7 @@ def test_run_writes_what_it_measured_and_the_report_reads_it(tmp_path, capsys):
         assert of_served is None or of_served["ok"]
 
 
-def test_wrong_results_failures_and_what_does_not_fit():
+def test_wrong_results_failures_and_what_does_not_fit(monkeypatch):
     point = Point("default", "B=12", SIZES)
     providers = (
         provider("wrong", wrong=0.5),
@@ -94,23 +93,23 @@ def test_wrong_results_failures_and_what_does_not_fit():
         provider("large", error=MemoryError("RESOURCE_EXHAUSTED: 1 TB")),
         provider(ranking.COPIES.name),
     )
-    measured = ranking.measure_point(point, providers, SHORT)
+    monkeypatch.setattr(ranking, "ALL", providers)
+    measured = ranking.measure_point(point, types.SimpleNamespace(protocol=SHORT))
     wrong, broken, large, copies = measured["providers"]
     assert (wrong["ok"], copies["ok"]) == (False, True)
     assert "no such thing" in broken["failure"]
     assert "1 TB" in large["skipped"]
-    results = {"points": [point.entry() | measured], "environment": {"platform": "cpu"}}
-    assert not records.all_correct(results)
-    assert "WRONG RESULT" in records.format_table(results, ranking.bars)
+    assert len(records.wrong({"points": [point.entry() | measured]})) == 2
 
 
 def test_full_points_hold_the_ratios(monkeypatch):
     monkeypatch.undo()
-    (default,) = ranking.points("default")
+    (default,) = (p for p in ranking.POINTS if p.sweep == "default")
     assert (default.case.candidates, default.case.users) == (1024, 15)
-    users = {p.label: p.case.users for p in ranking.points("ratio")}
+    users = {p.label: p.case.users for p in ranking.POINTS if p.sweep == "ratio"}
     assert users == {"10:1": 102, "70:1": 15, "300:1": 3, "1000:1": 1}
-    assert [p.case.candidates for p in ranking.points("candidates")] == [*ranking.CANDIDATES]
+    of_candidates = [p.case.candidates for p in ranking.POINTS if p.sweep == "candidates"]
+    assert of_candidates == [256, 512, 1024, 2048, 4096, 8192]
     small = ranking.small(default.case)
     assert small.candidates == 64
     assert small.users == 1

@@ -2,18 +2,20 @@
 
 import pytest
 
-from benchmarks import report, rewrite_programs, rewrite_zoo, tables_networks, timing
+from benchmarks import report, rewrite_programs, tables_networks, timing
+from examples import ranking_models
 
 pytestmark = pytest.mark.slow
 
 
-@pytest.mark.parametrize("model", rewrite_zoo.BY_HAND)
+@pytest.mark.parametrize("model", ranking_models.BY_HAND)
 def test_models_of_a_real_size_in_small_and_their_report(tmp_path, monkeypatch, model):
     """The original of the transformer scores a part."""
-    monkeypatch.setattr(rewrite_zoo, "LAYERS", 1)
+    monkeypatch.setattr(ranking_models, "LAYERS", 1)
     out = tmp_path / "models.json"
+    options = ("--out", str(out), "--quick")
     # Without an oracle, the forms are compared with the original.
-    assert rewrite_programs.main([f"{model} 3 *", "--out", str(out), "--quick"]) == 0
+    assert rewrite_programs.BENCHMARK.main([*options, "--points", f"{model} 3"]) == 0
     results = timing.read_results(out)
     (point,) = results["points"]
     assert [p["name"] for p in point["providers"]] == ["original", "rewritten", "by-hand"]
@@ -30,7 +32,8 @@ def test_models_of_a_real_size_in_small_and_their_report(tmp_path, monkeypatch, 
 def test_programs_in_small(tmp_path):
     out = tmp_path / "programs.json"
     names = ["twin 0 float32 forward", "fibinet 0 float32 forward"]
-    assert rewrite_programs.main([*names, "--out", str(out), "--quick"]) == 0
+    options = ("--out", str(out), "--quick", "--points", *names)
+    assert rewrite_programs.BENCHMARK.main(options) == 0
     rewritten, as_it_is = timing.read_results(out)["points"]
     assert rewritten["changed"]
     assert all(p["ok"] and p["median_ms"] > 0 for p in rewritten["providers"])

@@ -13,6 +13,7 @@ from jax.extend.core import jaxprs_in_params
 from jax.sharding import AxisType
 
 from benchmarks import children, scaling
+from examples import several_processes
 from ikbo_jax.models import ranking
 
 PROGRAM = """
@@ -30,14 +31,15 @@ ASYNCHRONOUS = """
 
 @pytest.mark.parametrize(
     ("program", "reduced", "gathered"),
-    [(PROGRAM, 16 * 8 * 4 + 4 * 2, 16 * 4), (ASYNCHRONOUS, 16 * 2, 8 * 4 + 4 * 4)],
+    [
+        (PROGRAM, (2, 16 * 8 * 4 + 4 * 2), (1, 16 * 4)),
+        (ASYNCHRONOUS, (1, 16 * 2), (2, 8 * 4 + 4 * 4)),
+    ],
     ids=["synchronous", "asynchronous"],
 )
 def test_traffic_counts_a_collective_once_with_its_bytes(program, reduced, gathered):
-    assert scaling.traffic(program) == {
-        "all-reduce": {"count": 1, "bytes": reduced},
-        "all-gather": {"count": 1, "bytes": gathered},
-    }
+    found = {name: tuple(x.values()) for name, x in several_processes.traffic(program).items()}
+    assert found == {"all-reduce": (1, *reduced), "all-gather": (1, *gathered)}
 
 
 @pytest.mark.parametrize(("devices", "expected"), [(2, [2]), (3, [2]), (8, [2, 4, 8])])
@@ -97,7 +99,7 @@ def test_a_run_in_small(tmp_path, capsys):
     """Up to all eight of the tests' devices; the ops' forward passes move nothing."""
     out = tmp_path / "scaling.json"
     labels = ["strong 2", "weak 8"]
-    options = ["--quick", "--sweep", "linear_compression", "--points", *labels]
+    options = ["--quick", "--points", *(f"linear_compression {x}" for x in labels)]
     assert scaling.main(["--out", str(out), *options]) == 0
     points = json.loads(out.read_text())["points"]
     assert [point["label"] for point in points] == labels
@@ -145,7 +147,7 @@ def test_one_process_for_each_device_in_small(tmp_path, monkeypatch):
         children, "command", lambda module, *given: [sys.executable, "-c", WORK, *given]
     )
     out = tmp_path / "processes.json"
-    options = ["--processes", "0", "--sweep", "attention", "network", "--points", "strong 2"]
+    options = ["--processes", "0", "--sweep", "attention", "network", "--points", "* strong 2"]
     assert scaling.main(["--quick", "--out", str(out), *options]) == 0
     results = json.loads(out.read_text())
     assert (results["devices"], results["processes"]) == (2, 2)

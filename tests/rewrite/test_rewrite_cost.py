@@ -9,7 +9,7 @@ from jax import lax
 from rewrite_basics import assert_same_up_to_rounding, close
 
 import ikbo_jax as ikbo
-from benchmarks.rewrite_zoo import MODELS, SIZES, SMALL, Program
+from examples.ranking_models import MODELS, SIZES, SMALL, Program
 from ikbo_jax.rewrite.attention import contraction
 from ikbo_jax.rewrite.report import cost
 

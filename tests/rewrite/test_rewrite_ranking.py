@@ -1,4 +1,4 @@
-"""The models of `ranking_models` and of the benchmarks: values, gradients, and the work saved."""
+"""The models of `ranking_models` and of the examples: values, gradients, and the work saved."""
 
 import jax
 import numpy as np
@@ -7,9 +7,9 @@ from ranking_models import MODELS, arrays
 from rewrite_basics import assert_same_up_to_rounding, computed, loss, report_of
 
 import ikbo_jax as ikbo
-from benchmarks import rewrite_zoo
+from examples import ranking_models as examples
 
-#: Shares of the FLOPs that the small models of the benchmarks save at least; others save none.
+#: Shares of the FLOPs that the small models of the examples save at least; others save none.
 SAVED = {
     "autoint": 0.19,
     "dlrm": 0.67,
@@ -52,11 +52,11 @@ def test_rewritten_models_agree_and_save_work(name):
     assert report.bytes_saved >= model.nbytes * report.costs.original.nbytes, report
 
 
-@pytest.mark.parametrize("name", rewrite_zoo.MODELS)
-def test_models_of_the_benchmarks(name, monkeypatch):
+@pytest.mark.parametrize("name", examples.MODELS)
+def test_models_of_the_examples(name, monkeypatch):
     """Asserts as well that forms by hand, which these are timed beside, compute the same."""
-    monkeypatch.setattr(rewrite_zoo, "LAYERS", 2)
-    program = rewrite_zoo.Program(name, rewrite_zoo.SMALL, "float32")
+    monkeypatch.setattr(examples, "LAYERS", 2)
+    program = examples.Program(name, examples.SMALL, "float32")
     args = program.arguments()
 
     fns = [ikbo.rewrite(program.scores)] + [program.by_hand] * program.has_form_by_hand
@@ -68,3 +68,8 @@ def test_models_of_the_benchmarks(name, monkeypatch):
     report = report_of(program.scores, *args)
     assert report.flops_saved >= SAVED.get(name, 0) * report.costs.original.flops, report
     assert report.changed == (name not in ("dlrm_dcnv2", "fibinet")), report
+
+
+def test_the_example_prints_its_reports(capsys):
+    assert examples.main(["two_tower"]) == 0
+    assert "two_tower\nrewrite: 1 broadcast" in capsys.readouterr().out

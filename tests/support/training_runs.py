@@ -21,6 +21,8 @@ from ikbo_jax.models import ranking
 PARTS = 10
 #: Differences below this are no news, however little the seeds differ.
 FLOOR = 0.01
+#: How far the planted signals stand out of the noise, and the steepness of the labels' odds.
+SIGNAL, STEEPNESS = 2.0, 6.0
 
 
 @functools.cache
@@ -40,6 +42,33 @@ def versions(sizes: ranking.Sizes) -> dict[str, Callable[..., jax.Array]]:
         "rewrite": ikbo.rewrite(ranking.materialised),
         "hand_optimised": functools.partial(ranking_by_hand.hand_optimised, most=most),
     }
+
+
+def draw(sizes: ranking.Sizes, seed: int | jax.Array, index: jax.Array) -> tuple[Any, jax.Array]:
+    """Draws a request with planted signals, and labels [B, tasks] in {-1, 1}; may be traced.
+
+    The signal of a candidate shifts all of its tokens along one direction, the signal of a user its
+    dense features. The odds of the first task follow the candidate's signal, and the odds of the
+    others its product with the user's signal: a network has to bring both together.
+    """
+    user_dense, user_tokens, history, cand_tokens = ranking.draw_request(sizes, seed)
+    keys = jax.random.split(jax.random.fold_in(jax.random.key(seed), 1), 3)
+    of_cand = jax.random.rademacher(keys[0], (sizes.candidates,), jnp.float32)
+    of_user = jax.random.rademacher(keys[1], (sizes.users,), jnp.float32)
+
+    def shifted(x: jax.Array, signal: jax.Array) -> jax.Array:
+        """Adds the signal along a fixed direction, whose elements alternate in sign."""
+        direction = 1 - 2 * (jax.lax.broadcasted_iota(jnp.float32, x.shape, x.ndim - 1) % 2)
+        signal = signal.reshape(-1, *[1] * (x.ndim - 1))
+        return x + (SIGNAL * signal * direction).astype(x.dtype)
+
+    request = ranking.Request(
+        shifted(user_dense, of_user), user_tokens, history, shifted(cand_tokens, of_cand), index
+    )
+    both = of_cand * of_user[index]
+    odds = STEEPNESS * jnp.stack([of_cand, *[both] * (sizes.tasks - 1)], axis=1)
+    is_met = jax.random.uniform(keys[2], odds.shape) < jax.nn.sigmoid(odds)
+    return request, jnp.where(is_met, 1.0, -1.0)
 
 
 def curves(
@@ -70,7 +99,7 @@ def curves(
     def train(state: networks.State, requests: jax.Array) -> jax.Array:
         def body(state: networks.State, number: jax.Array) -> Any:
             # The barrier keeps the versions' programs from drawing different numbers.
-            request, labels = jax.lax.optimization_barrier(networks.draw(drawn, number, index))
+            request, labels = jax.lax.optimization_barrier(draw(drawn, number, index))
             state, (loss, _) = step(state, jax.tree.map(narrow, request), labels)
             return state, loss
 

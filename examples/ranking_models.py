@@ -1,4 +1,7 @@
-"""Ranking models as teams write them, in a few lines each, for `rewrite_programs`.
+"""Ranking models as teams write them, in a few lines each, and what `ikbo.rewrite` makes of them.
+
+python examples/ranking_models.py din          the report on a small DIN
+python examples/ranking_models.py              on all models
 
 A model takes weights, features of users and candidates, and the index of each candidate's user:
 `u` [users, fields, width], `c` [candidates, fields, width], or a history `h` [users, length, width]
@@ -12,6 +15,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,6 +23,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import nn
+
+import ikbo_jax as ikbo
 
 Array = jax.Array
 
@@ -422,3 +428,15 @@ class Program:
         users, batch = features[0].shape[0], index.shape[0]
         rows = jnp.asarray(np.arange(batch) * users // batch, jnp.int32)
         return [draw(x, math.prod(x.shape[:-1])) for x in leaves], [*map(draw, features)], rows
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Prints the reports on the models named, or on all."""
+    for name in (sys.argv[1:] if arguments is None else arguments) or MODELS:
+        program = Program(name, SMALL, "float32")
+        print(f"{name}\n{ikbo.explain(ikbo.rewrite(program.scores), *program.shapes)}\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
