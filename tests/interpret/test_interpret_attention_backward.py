@@ -166,7 +166,7 @@ ADDED_BY_LAUNCH = {
     ),
     "added_split_h256": Case(
         AttentionShape(1, 70, 1, 129, 1, 1, 256),
-        Config(32, d_query="launch", block_kv=32, kv_stages=2, splits=5),
+        Config(32, d_query="stored", kv_stages=2, splits=5),
     ),
 }
 
