@@ -112,12 +112,15 @@ def hstu(
     is_array = getattr(contextual, "ndim", 0) > 0
     return Hstu(
         num_targets=None if num_targets is None else _int32("num_targets", num_targets),
-        contextual_of=_int32("contextual", contextual) if is_array else None,
-        contextual=0 if is_array else _number("contextual", contextual),
-        window=None if window is None else _number("window", window),
-        full_tail=_number("full_tail", full_tail),
-        target_group_size=_number("target_group_size", target_group_size, least=1),
-        causal=_flag("causal", causal),
+        contextual=_int32("contextual", contextual) if is_array else None,
+        rule=hstu_rule.Rule(
+            contextual=None if is_array else _number("contextual", contextual),
+            has_targets=num_targets is not None,
+            window=None if window is None else _number("window", window),
+            full_tail=_number("full_tail", full_tail),
+            target_group_size=_number("target_group_size", target_group_size, least=1),
+            causal=_flag("causal", causal),
+        ),
     )
 
 
@@ -146,32 +149,24 @@ def intervals(begin: jax.Array, end: jax.Array) -> Mask:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class Hstu(Mask):
-    """The mask that `hstu` makes; its fields are the arguments of `hstu`.
-
-    Attributes:
-      contextual_of: `contextual` if that is an array; then the number is 0.
-    """
+    """The mask that `hstu` makes: its arrays, and the rule of its static numbers."""
 
     num_targets: jax.Array | None
-    contextual_of: jax.Array | None
-    contextual: int = dataclasses.field(metadata={"static": True})
-    window: int | None = dataclasses.field(metadata={"static": True})
-    full_tail: int = dataclasses.field(metadata={"static": True})
-    target_group_size: int = dataclasses.field(metadata={"static": True})
-    causal: bool = dataclasses.field(metadata={"static": True})
+    contextual: jax.Array | None
+    rule: hstu_rule.Rule = dataclasses.field(metadata={"static": True})
 
     def describe(self) -> str:
-        words = ["causal" if self.causal else "bidirectional"]
-        if self.contextual_of is not None or self.contextual:
+        words = ["causal" if self.rule.causal else "bidirectional"]
+        if self.rule.contextual != 0:
             words.append("contextual")
-        if self.num_targets is not None:
+        if self.rule.has_targets:
             words.append("targets")
-        if self.window is not None:
-            words.append(f"window={self.window}")
+        if self.rule.window is not None:
+            words.append(f"window={self.rule.window}")
         return "+".join(words)
 
     def check(self, rows: int, sequences: int) -> None:
-        arrays = {"num_targets": self.num_targets, "contextual": self.contextual_of}
+        arrays = {"num_targets": self.num_targets, "contextual": self.contextual}
         for name, array in arrays.items():
             if array is not None and array.shape != (sequences,):
                 raise ValueError(
@@ -179,22 +174,10 @@ class Hstu(Mask):
                     f"batch={sequences} sequences"
                 )
 
-    @property
-    def rule(self) -> hstu_rule.Rule:
-        """The static numbers."""
-        return hstu_rule.Rule(
-            None if self.contextual_of is not None else self.contextual,
-            self.num_targets is not None,
-            self.window,
-            self.full_tail,
-            self.target_group_size,
-            self.causal,
-        )
-
     def intervals(self, rows: Rows) -> jax.Array:
         contextual, targets = (
             0 if array is None else array[rows.sequence]
-            for array in (self.contextual_of, self.num_targets)
+            for array in (self.contextual, self.num_targets)
         )
         sequence = hstu_rule.Sequence(rows.length, contextual, targets).clamped(self.rule)
         begin, end, *gap = hstu_rule.seen(self.rule, rows.position, sequence)

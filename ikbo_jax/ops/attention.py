@@ -18,8 +18,9 @@ from ikbo_jax.ops import (
     pages,
     reverse_only,
 )
+from ikbo_jax.ops.attention_backward import AttentionCall
 from ikbo_jax.ops.attention_vmap import LSE, QUERY, SPLIT, Arrays
-from ikbo_jax.ops.op import Call, Named, Op, Pulled
+from ikbo_jax.ops.op import Named, Op, Pulled
 from ikbo_jax.ops.partition import Rule, dimensions
 from ikbo_jax.ops.sharded import aligned, is_typed, run_kernel, zeros
 from ikbo_jax.problems import AttentionConfig, AttentionProblem, FewQueriesConfig
@@ -180,7 +181,7 @@ def attention(
     attention_arguments.check(arrays)
     attention_arguments.check_self_tokens(query, key, self_key, self_value)
     scale = query.shape[3] ** -0.5 if scale is None else scale
-    call = _Call(
+    call = AttentionCall(
         request,
         arguments.finite_number("scale", scale),
         arguments.flag("indices_are_sorted", indices_are_sorted),
@@ -255,25 +256,11 @@ def merge_attention(
 _Results = tuple[jax.Array, jax.Array | None]
 
 
-@dataclasses.dataclass(frozen=True)
-class _Call(Call):
-    """The arguments that are not arrays."""
-
-    scale: float
-    indices_are_sorted: bool
-    logit_cap: float | None
-
-    @property
-    def of_scores(self) -> dict[str, Any]:
-        """Keywords of the reference's functions."""
-        return {"scale": self.scale, "logit_cap": self.logit_cap}
-
-
-class _Attention(Op[_Call, Arrays, _Results]):
+class _Attention(Op[AttentionCall, Arrays, _Results]):
     name, is_gradient_apart = "_attention", True
     choose_gradient = staticmethod(attention_backward.choose)
 
-    def traced(self, call: _Call, plan: dispatch.Plan, operands: Any) -> _Results:
+    def traced(self, call: AttentionCall, plan: dispatch.Plan, operands: Any) -> _Results:
         """Attends, and merges self tokens, the operands besides the arrays."""
         arrays, self_tokens = operands
         lse: jax.Array | None
@@ -290,13 +277,13 @@ class _Attention(Op[_Call, Arrays, _Results]):
             out, lse = own_tokens.merged(call.of_scores, out, lse, arrays.query, *self_tokens)
         return out, lse if call.return_residuals else None
 
-    def problem(self, call: _Call, arrays: Arrays) -> AttentionProblem:
+    def problem(self, call: AttentionCall, arrays: Arrays) -> AttentionProblem:
         problem = attention_backward.problem_of(arrays, call.logit_cap)
         # One candidate is sorted, and so are the candidates of one user.
         is_sorted = call.indices_are_sorted or 1 in (problem.batch, problem.users)
         return dataclasses.replace(problem, is_sorted=is_sorted)
 
-    def run(self, call: _Call, plan: dispatch.Plan, arrays: Arrays) -> _Results:
+    def run(self, call: AttentionCall, plan: dispatch.Plan, arrays: Arrays) -> _Results:
         merges = bool(arrays.own) and not own_tokens.are_merged_by(plan)
         if plan.implementation == "mosaic_gpu":
             kernel_call = dataclasses.replace(
@@ -317,8 +304,8 @@ class _Attention(Op[_Call, Arrays, _Results]):
         return out, lse if call.return_residuals else None
 
     def fold(
-        self, call: _Call, size: int, batched: Arrays, arrays: Arrays
-    ) -> tuple[_Call, Arrays] | None:
+        self, call: AttentionCall, size: int, batched: Arrays, arrays: Arrays
+    ) -> tuple[AttentionCall, Arrays] | None:
         """Concatenates the rows of problems that share no keys and values, or share all of them.
 
         If only one of key and value is batched, or the lengths alone, folding would copy keys or
@@ -331,7 +318,7 @@ class _Attention(Op[_Call, Arrays, _Results]):
             call = dataclasses.replace(call, indices_are_sorted=False)
         return call, attention_vmap.fold(size, batched, arrays, fold_users=fold_users)
 
-    def named(self, call: _Call, arrays: Arrays) -> Named:
+    def named(self, call: AttentionCall, arrays: Arrays) -> Named:
         lengths = None if arrays.lengths is None else "u"
         ranges = None if arrays.ranges is None else "b ends"
         keys, own = "u s k h", None if arrays.self_key is None else "b own k h"
@@ -345,28 +332,17 @@ class _Attention(Op[_Call, Arrays, _Results]):
             SPLIT,
         )
 
-    def vjp(self, call: _Call, plan: dispatch.Plan, of: Pulled[Arrays, _Results]) -> Arrays:
-        arrays, residuals, cotangents, dtype = of
+    def vjp(self, call: AttentionCall, plan: dispatch.Plan, of: Pulled[Arrays, _Results]) -> Arrays:
+        arrays, residuals, cotangents, _ = of
+        call = self.of_gradient(call, plan, of)
         if arrays.page_table is not None:
-            gradients = attention_backward.of_pages(
-                arrays, *cotangents, dtype=dtype, **call.of_scores
-            )
+            gradients = attention_backward.of_pages(call, arrays, *cotangents)
         elif plan.backward_config is None:
-            gradients = attention_backward.by_xla(
-                arrays, *cotangents, dtype=dtype, **call.of_scores
-            )
+            gradients = attention_backward.by_xla(call, arrays, *cotangents)
         else:
-            settings = attention_backward.Settings(
-                call.request,
-                call.scale,
-                call.logit_cap,
-                call.indices_are_sorted,
-                dtype and jnp.dtype(dtype).name,
-                plan.backward_config,
-            )
             (out, lse), (d_out, d_lse) = residuals, cotangents
             operands = attention_backward.Operands(arrays, out, lse, d_out, d_lse)
-            gradients = attention_backward.GRADIENT.differentiable(settings, operands)
+            gradients = attention_backward.GRADIENT.differentiable(call, operands)
         if arrays.bias is None:
             return Arrays.of_floats(*gradients)
         return Arrays.of_floats(*gradients[:-1], bias=gradients[-1])

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from ikbo_jax.ops import attention_vmap, dispatch, pages
 from ikbo_jax.ops.attention_vmap import Arrays
-from ikbo_jax.ops.op import Gradient, gradient_config
+from ikbo_jax.ops.op import Call, Gradient, gradient_config
 from ikbo_jax.ops.sharded import run_kernel
 from ikbo_jax.ops.stacking import concatenate, unstack
 from ikbo_jax.problems import AttentionBackwardConfig, AttentionBackwardProblem, AttentionProblem
@@ -21,21 +21,17 @@ Gradients = tuple[jax.Array, ...]
 
 
 @dataclasses.dataclass(frozen=True)
-class Settings:
-    """The arguments of a gradient that are not arrays.
+class AttentionCall(Call):
+    """The arguments that are not arrays."""
 
-    Attributes:
-      request: the caller's `implementation`; a `config` is the forward kernel's and does not count.
-      dtype: name of the dtype of the gradients of keys and values; None means the inputs'.
-      config: the kernel's configuration; None if XLA computes the gradient.
-    """
-
-    request: dispatch.Request
     scale: float
-    logit_cap: float | None
     indices_are_sorted: bool
-    dtype: str | None
-    config: AttentionBackwardConfig | None
+    logit_cap: float | None
+
+    @property
+    def of_scores(self) -> dict[str, Any]:
+        """Keywords of the reference's functions."""
+        return {"scale": self.scale, "logit_cap": self.logit_cap}
 
 
 class Operands(NamedTuple):
@@ -63,7 +59,7 @@ def choose(
     return gradient_config(request, backward, why_not)
 
 
-def _pull_back(settings: Settings, operands: Operands, cotangents: Gradients) -> tuple[Operands]:
+def _pull_back(call: AttentionCall, operands: Operands, cotangents: Gradients) -> tuple[Operands]:
     arrays = operands.arrays
 
     def run(floats: Any, *rest: Any) -> Gradients:
@@ -72,26 +68,18 @@ def _pull_back(settings: Settings, operands: Operands, cotangents: Gradients) ->
         of_floats = arrays._replace(
             query=query, key=key, value=value, self_key=self_key, self_value=self_value
         )
-        return _by_xla(settings, Operands(of_floats, *rest))
+        _, _, d_out, d_lse = rest
+        return by_xla(call, of_floats, d_out, d_lse)
 
     floats = (*arrays[:3], *arrays.own)
-    with jax.default_matmul_precision(settings.request.precision):
+    with jax.default_matmul_precision(call.request.precision):
         pulled, *rest = jax.vjp(run, floats, *operands[1:])[1](cotangents)
     return (Operands(Arrays.of_floats(*pulled), *rest),)
 
 
-def _by_xla(settings: Settings, operands: Operands) -> Gradients:
-    arrays, _, _, d_out, d_lse = operands
-    of_scores = {"scale": settings.scale, "logit_cap": settings.logit_cap}
-    return by_xla(arrays, d_out, d_lse, dtype=settings.dtype, **of_scores)
-
-
-def by_xla(arrays: Arrays, d_out: Any, d_lse: Any, *, dtype: Any, **of_scores: Any) -> Gradients:
-    """Computes the gradients in XLA, which computes the softmax again.
-
-    `dtype` is of the gradients of keys and values; None means theirs. `of_scores` has `scale`, and
-    `logit_cap` if there may be one.
-    """
+def by_xla(call: AttentionCall, arrays: Arrays, d_out: Any, d_lse: Any) -> Gradients:
+    """Computes the gradients in XLA, which computes the softmax again."""
+    of_scores, dtype = call.of_scores, call.dtype
     of_user, own = arrays[:5], arrays.own
     of_own: Gradients = ()
     options = {"ranges": arrays.ranges, "bias": arrays.bias, **of_scores}
@@ -116,10 +104,11 @@ def by_xla(arrays: Arrays, d_out: Any, d_lse: Any, *, dtype: Any, **of_scores: A
     return d_query, *of_keys[:2], *of_own, *of_keys[2:]
 
 
-def of_pages(arrays: Arrays, d_out: Any, d_lse: Any, *, dtype: Any, **of_scores: Any) -> Gradients:
+def of_pages(call: AttentionCall, arrays: Arrays, d_out: Any, d_lse: Any) -> Gradients:
     """Computes `by_xla` where keys and values are in pages; adds up in f32 what users share."""
     table: Any = arrays.page_table
-    of_rows = by_xla(pages.laid_out(arrays), d_out, d_lse, dtype=jnp.float32, **of_scores)
+    dtype, in_f32 = call.dtype, dataclasses.replace(call, dtype="float32")
+    of_rows = by_xla(in_f32, pages.laid_out(arrays), d_out, d_lse)
     d_query, d_key, d_value, *of_own = of_rows
     of_keys = (
         pages.gradient(rows, x, table).astype(dtype or x.dtype)
@@ -129,36 +118,37 @@ def of_pages(arrays: Arrays, d_out: Any, d_lse: Any, *, dtype: Any, **of_scores:
     return d_query, *of_keys, *rounded
 
 
-def _run_batched(settings: Settings, size: int, batched: Operands, operands: Operands) -> Gradients:
+def _run_batched(
+    call: AttentionCall, size: int, batched: Operands, operands: Operands
+) -> Gradients:
     """Runs the problems of a `vmap`, like `Op._run_batched`."""
     if not size:
-        return GRADIENT.one_by_one(settings, batched, operands)
+        return GRADIENT.one_by_one(call, batched, operands)
     # Every problem returns its own gradients of all arrays, so copies of shared arrays take no
     # more memory than the results.
     arrays = attention_vmap.fold(size, batched.arrays, operands.arrays, fold_users=True)
     rows = jax.tree.map(functools.partial(concatenate, size), operands[1:], batched[1:])
-    config, _ = choose(settings.request, problem_of(arrays, settings.logit_cap))
-    folded = dataclasses.replace(settings, config=config)
+    config, _ = choose(call.request, problem_of(arrays, call.logit_cap))
+    folded = dataclasses.replace(call, backward_config=config)
     return unstack(size, GRADIENT.vmappable(folded, Operands(arrays, *rows)))
 
 
-def _run(settings: Settings, operands: Operands) -> Gradients:
-    if settings.config is None:
-        return _by_xla(settings, operands)
+def _run(call: AttentionCall, operands: Operands) -> Gradients:
+    if call.backward_config is None:
+        return by_xla(call, operands.arrays, operands.d_out, operands.d_lse)
     # Imported here because Mosaic GPU takes 0.3 s to import.
     from ikbo_jax.pallas.attention_backward import kernel, own
 
     arrays, *rest = operands
     # One candidate is sorted, and so are the candidates of one user.
-    is_sorted = settings.indices_are_sorted or 1 in (arrays.query.shape[0], arrays.key.shape[0])
+    is_sorted = call.indices_are_sorted or 1 in (arrays.query.shape[0], arrays.key.shape[0])
     launch = functools.partial(
         kernel.attention_backward_kernel,
-        scale=settings.scale,
-        logit_cap=settings.logit_cap,
+        **call.of_scores,
         indices_are_sorted=is_sorted,
-        config=settings.config,
-        num_sms=settings.request.num_sms,
-        dtype=settings.dtype,
+        config=call.backward_config,
+        num_sms=call.request.num_sms,
+        dtype=call.dtype,
         keeps_delta=bool(arrays.own),
     )
     result: Gradients = run_kernel(launch, *arrays[:5], *rest)
@@ -167,7 +157,7 @@ def _run(settings: Settings, operands: Operands) -> Gradients:
     *of_users, delta = result
     _, lse, d_out, _ = rest
     # By the merged out and lse, the kernel's gradients of keys and values are right.
-    add = functools.partial(own.add_own_tokens, scale=settings.scale, dtype=settings.dtype)
+    add = functools.partial(own.add_own_tokens, scale=call.scale, dtype=call.dtype)
     d_query, *of_own = run_kernel(add, of_users[0], arrays.query, *arrays.own, lse, d_out, delta)
     return d_query, *of_users[1:], *of_own
 

@@ -12,7 +12,7 @@ from ikbo_jax.problems.hopper import WGMMA_M
 
 
 def run(call: Any, plan: dispatch.Plan, arrays: Arrays) -> tuple[jax.Array, jax.Array | None]:
-    """Runs the kernel of a planned call, `ops.attention._Call`."""
+    """Runs the kernel of a planned call, `AttentionCall`."""
     query, key, value, index, lengths, ranges, self_key, self_value, page_table, _ = arrays
     users = arrays.keys[0]
     # Imported here because Mosaic GPU takes 0.3 s to import.

@@ -165,14 +165,10 @@ class _Call(Call):
 
     Attributes:
       mask: the mask in words; empty without one.
-      gradient_tuning: configuration of the kernels that compute the gradient; None: XLA does.
-      gradient_dtype: dtype of the gradients of key and value; None means the inputs'.
     """
 
     settings: Settings
     mask: str = ""
-    gradient_tuning: GdpaBackwardTuning | None = None
-    gradient_dtype: str | None = None
 
 
 def _without_rule(call: _Call) -> _Call:
@@ -195,10 +191,10 @@ _NO_GRADIENTS: Any = (None,) * 6
 
 
 def _run_vjp(call: _Call, residuals: _Residuals) -> Gradients:
-    tuning = call.gradient_tuning
+    tuning: GdpaBackwardTuning | None = call.backward_config
     if tuning is None:
         arrays, _, _, d_out = residuals
-        return chunked_vjp(arrays, call.settings, d_out, dtype=call.gradient_dtype)
+        return chunked_vjp(arrays, call.settings, d_out, dtype=call.dtype)
 
     def launch(residuals: _Residuals) -> Gradients:
         arrays, out, lse, d_out = residuals
@@ -211,7 +207,7 @@ def _run_vjp(call: _Call, residuals: _Residuals) -> Gradients:
             num_sms=call.request.num_sms,
             query_config=tuning.query,
             key_config=tuning.key,
-            dtype=call.gradient_dtype,
+            dtype=call.dtype,
         )
 
     return run_kernel(launch, residuals)
@@ -390,12 +386,8 @@ class _Gdpa(Op[_Call, Arrays, _Results]):
     def vjp(self, call: _Call, plan: dispatch.Plan, of: Pulled[Arrays, _Results]) -> Arrays:
         # The cotangent of lse is zero, since only the gradient uses lse.
         (out, lse), (d_out, _) = of.residuals, of.cotangents
-        call = dataclasses.replace(
-            call,
-            gradient_tuning=plan.backward_config,
-            gradient_dtype=of.dtype and jnp.dtype(of.dtype).name,
-        )
-        gradients = _GRADIENT.differentiable(call, _Residuals(of.arrays, out, lse, d_out))
+        residuals = _Residuals(of.arrays, out, lse, d_out)
+        gradients = _GRADIENT.differentiable(self.of_gradient(call, plan, of), residuals)
         return Arrays(*gradients, *_NO_GRADIENTS)
 
 

@@ -40,7 +40,7 @@ def with_rule(mask: Mask, arrays: Arrays, settings: Settings) -> tuple[Arrays, S
     """
     if not isinstance(mask, Hstu):
         return arrays, settings
-    arrays = arrays._replace(num_targets=mask.num_targets, contextual=mask.contextual_of)
+    arrays = arrays._replace(num_targets=mask.num_targets, contextual=mask.contextual)
     return arrays, settings._replace(rule=mask.rule)
 
 

@@ -6,19 +6,18 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 
 from ikbo_jax.ops import arguments, dispatch
 from ikbo_jax.ops.linear_compression_backward import (
     GRADIENT,
     Arrays,
-    Settings,
+    CompressionCall,
     choose,
     decomposed_vjp,
     fold,
     problem_of,
 )
-from ikbo_jax.ops.op import Call, Named, Op, Part, Pulled
+from ikbo_jax.ops.op import Named, Op, Part, Pulled
 from ikbo_jax.ops.padded_weight import PaddedWeight, pad_columns
 from ikbo_jax.ops.partition import Division
 from ikbo_jax.ops.sharded import run_kernel
@@ -184,7 +183,7 @@ def _compress(
     _check(terms, names)
     weights, embeddings, parents = zip(*terms, strict=True)
     rows = tuple(w.rows if isinstance(w, PaddedWeight) else w for w in weights)
-    arrays, call = Arrays(rows, embeddings, parents), _Call(request)
+    arrays, call = Arrays(rows, embeddings, parents), CompressionCall(request)
     shape = (embeddings[-1].shape[0], weights[-1].shape[0], embeddings[-1].shape[2])
     return _OP.planned(call, arrays, shape, embeddings[-1].dtype)
 
@@ -232,29 +231,19 @@ def _check(terms: tuple[Term, ...], names: tuple[_Names, ...]) -> None:
             )
 
 
-@dataclasses.dataclass(frozen=True)
-class _Call(Call):
-    """The arguments that are not arrays.
-
-    `is_m_divided`: every device has a part of M, and of the sum of every embedding's gradient.
-    """
-
-    is_m_divided: bool = False
+_Part = Part[CompressionCall, Arrays, jax.Array]
 
 
-_Part = Part[_Call, Arrays, jax.Array]
-
-
-class _LinearCompression(Op[_Call, Arrays, jax.Array]):
+class _LinearCompression(Op[CompressionCall, Arrays, jax.Array]):
     name = "_linear_compression"
     by_kernels = "mosaic_gpu, at user and candidate batch size"
     choose_gradient = staticmethod(choose)
 
-    def problem(self, call: _Call, arrays: Arrays) -> LinearCompressionProblem:
+    def problem(self, call: CompressionCall, arrays: Arrays) -> LinearCompressionProblem:
         del call
         return problem_of(arrays)
 
-    def run(self, call: _Call, plan: dispatch.Plan, arrays: Arrays) -> jax.Array:
+    def run(self, call: CompressionCall, plan: dispatch.Plan, arrays: Arrays) -> jax.Array:
         if plan.implementation == "xla":
             return dispatch.record(reference.decomposed(*_without_padding(arrays)), plan)
         # Imported here because Mosaic GPU takes 0.3 s to import.
@@ -267,8 +256,8 @@ class _LinearCompression(Op[_Call, Arrays, jax.Array]):
         return dispatch.record(out, plan)
 
     def fold(
-        self, call: _Call, size: int, batched: Arrays, arrays: Arrays
-    ) -> tuple[_Call, Arrays] | None:
+        self, call: CompressionCall, size: int, batched: Arrays, arrays: Arrays
+    ) -> tuple[CompressionCall, Arrays] | None:
         """Concatenates the batches of problems with the same weights.
 
         Returns None if weights are batched, or if that would copy embeddings that are shared.
@@ -282,7 +271,7 @@ class _LinearCompression(Op[_Call, Arrays, jax.Array]):
             return None
         return call, fold(size, folded, arrays)
 
-    def named(self, call: _Call, arrays: Arrays) -> Named:
+    def named(self, call: CompressionCall, arrays: Arrays) -> Named:
         # Level by level, coarsest first: its rows of K and its batch; "b" is the last one's batch.
         levels = range(len(arrays.weights))
         batches = [f"u{level}" for level in levels[:-1]] + ["b"]
@@ -297,17 +286,16 @@ class _LinearCompression(Op[_Call, Arrays, jax.Array]):
         names = Arrays._make((weights, embeddings, (None, *batches[1:])))
         return Named(names, "b m n", {"b": "candidates", "m": "M"})
 
-    def part(self, call: _Call, arrays: Arrays, division: Division) -> _Part:
+    def part(self, call: CompressionCall, arrays: Arrays, division: Division) -> _Part:
         return Part(dataclasses.replace(call, is_m_divided=bool(division.axes_of("m"))), arrays)
 
-    def vjp(self, call: _Call, plan: dispatch.Plan, of: Pulled[Arrays, jax.Array]) -> Arrays:
+    def vjp(
+        self, call: CompressionCall, plan: dispatch.Plan, of: Pulled[Arrays, jax.Array]
+    ) -> Arrays:
         arrays = _without_padding(of.arrays)
         if plan.backward_config is not None:
-            name = of.dtype and jnp.dtype(of.dtype).name
-            # A candidate is on one device, unless every device has a part of M.
-            dtypes = (name, name, name if call.is_m_divided else None)
-            settings = Settings(call.request, dtypes, plan.backward_config)
-            weights, embeddings = GRADIENT.differentiable(settings, (arrays, of.cotangents))
+            of_gradient = self.of_gradient(call, plan, of)
+            weights, embeddings = GRADIENT.differentiable(of_gradient, (arrays, of.cotangents))
         else:
             weights, embeddings = decomposed_vjp(call.request, *arrays, of.cotangents, of.dtype)
         pairs = zip(weights, of.arrays.weights, strict=True)

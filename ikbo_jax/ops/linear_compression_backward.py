@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from ikbo_jax.ops import dispatch, look_up
-from ikbo_jax.ops.op import Gradient, gradient_config
+from ikbo_jax.ops.op import Call, Gradient, gradient_config
 from ikbo_jax.ops.sharded import run_kernel
 from ikbo_jax.ops.stacking import concatenate, own_index, stack, unstack
 from ikbo_jax.problems import (
@@ -76,15 +76,14 @@ Gradients = tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]
 Dtypes = tuple[str | None, str | None, str | None]
 
 
-class Settings(NamedTuple):
-    """The arguments of a gradient that are not arrays; `dtypes`: see `kernel_vjp`.
+@dataclasses.dataclass(frozen=True)
+class CompressionCall(Call):
+    """The arguments that are not arrays.
 
-    Of the `request`, the caller's `implementation` counts; a `config` is the forward kernel's.
+    `is_m_divided`: every device has a part of M, and of the sum of every embedding's gradient.
     """
 
-    request: dispatch.Request
-    dtypes: Dtypes
-    tuning: LinearCompressionBackwardTuning
+    is_m_divided: bool = False
 
 
 def choose(
@@ -208,27 +207,31 @@ def _products_of_one(
     return d_weight[None].astype(d_weight_dtype), d_embedding[None].astype(d_embedding_dtype)
 
 
-def _launch(settings: Settings, arrays: Arrays, cotangent: jax.Array, problems: int) -> Gradients:
+def _launch(
+    call: CompressionCall, arrays: Arrays, cotangent: jax.Array, problems: int
+) -> Gradients:
+    # A candidate is on one device, unless every device has a part of M.
+    finest_dtype = call.dtype if call.is_m_divided else None
     fn = functools.partial(
         kernel_vjp,
-        config=settings.tuning.kernels(problem_of(arrays)),
+        config=call.backward_config.kernels(problem_of(arrays)),
         problems=problems,
-        dtypes=settings.dtypes,
-        num_sms=settings.request.num_sms,
+        dtypes=(call.dtype, call.dtype, finest_dtype),
+        num_sms=call.request.num_sms,
     )
     return run_kernel(fn, *arrays, cotangent)
 
 
-def _run(settings: Settings, operands: tuple[Arrays, jax.Array]) -> Gradients:
-    d_weights, d_embeddings = _launch(settings, *operands, 1)
+def _run(call: CompressionCall, operands: tuple[Arrays, jax.Array]) -> Gradients:
+    d_weights, d_embeddings = _launch(call, *operands, 1)
     return tuple(x[0] for x in d_weights), d_embeddings
 
 
-def _run_batched(settings: Settings, size: int, batched: Any, operands: Any) -> Gradients:
+def _run_batched(call: CompressionCall, size: int, batched: Any, operands: Any) -> Gradients:
     """Runs the problems of a `vmap`, like `Op._run_batched`."""
     weights = operands[0].weights
     if not size or any(batched[0].weights):
-        return GRADIENT.one_by_one(settings, batched, operands)
+        return GRADIENT.one_by_one(call, batched, operands)
     # Every problem returns gradients of all embeddings, so copies of shared embeddings take no more
     # memory than the results.
     (arrays, cotangent) = jax.tree.map(
@@ -240,8 +243,8 @@ def _run_batched(settings: Settings, size: int, batched: Any, operands: Any) -> 
     cotangent = cotangent.reshape(-1, *cotangent.shape[2:])
     # The kernels run even if a row says that XLA is faster for the folded problem: XLA's gradients
     # of weights would be those of one problem.
-    tuning, _ = choose(settings.request, problem_of(arrays))
-    folded = settings._replace(tuning=tuning or settings.tuning)
+    tuning, _ = choose(call.request, problem_of(arrays))
+    folded = dataclasses.replace(call, backward_config=tuning or call.backward_config)
     d_weights, d_embeddings = _launch(folded, arrays, cotangent, size)
     return d_weights, unstack(size, d_embeddings)
 
@@ -263,18 +266,18 @@ def decomposed_vjp(
 
 
 def _pull_back(
-    settings: Settings, operands: tuple[Arrays, jax.Array], cotangents: Gradients
+    call: CompressionCall, operands: tuple[Arrays, jax.Array], cotangents: Gradients
 ) -> tuple[tuple[Arrays, jax.Array]]:
     """Computes second derivatives, by XLA."""
     (weights, embeddings, parents), cotangent = operands
 
     def by_xla(weights: Any, embeddings: Any, cotangent: jax.Array) -> Gradients:
-        request = dataclasses.replace(settings.request, implementation="xla")
+        request = dataclasses.replace(call.request, implementation="xla")
         operands = weights, embeddings, parents, cotangent
         found = decomposed_vjp(request, *operands, jnp.float32)
         return jax.tree.map(lambda x, like: x.astype(like.dtype), found, cotangents)
 
-    with jax.default_matmul_precision(settings.request.precision):
+    with jax.default_matmul_precision(call.request.precision):
         _, pull_back = jax.vjp(by_xla, weights, embeddings, cotangent)
     d_weights, d_embeddings, d_cotangent = pull_back(cotangents)
     return ((Arrays(d_weights, d_embeddings, (None,) * len(parents)), d_cotangent),)

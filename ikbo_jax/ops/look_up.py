@@ -124,7 +124,7 @@ def sum_rows(
 ) -> jax.Array:
     """Computes `segment_sum` for the gradient of a call with this request, in f32."""
     arrays = RowArrays(values, cand_to_user)
-    call = _Call(request, num_users, False, "float32").on_kernel(SegmentSumProblem, arrays)
+    call = _Call(request, num_users, False, dtype="float32").on_kernel(SegmentSumProblem, arrays)
     return SEGMENT_SUM.differentiable(call, arrays)
 
 
@@ -144,21 +144,15 @@ def _number_of_users(value: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class _Call(Call):
-    """Holds the arguments that are not arrays.
-
-    `dtype` names the dtype of sums, None: the values'; `config` is of a gradient's kernel, None:
-    XLA.
-    """
+    """Holds the arguments that are not arrays."""
 
     users: Any
     is_sorted: bool
-    dtype: str | None = None
-    config: Any = None
 
     def on_kernel(self, kind: type[RowsProblem], arrays: Any) -> _Call:
         """Returns the call with the kernel's configuration for these arrays."""
         config, _ = _choose(self.request, self.problem(kind, arrays))
-        return dataclasses.replace(self, config=config)
+        return dataclasses.replace(self, backward_config=config)
 
     def problem(self, kind: type[RowsProblem], arrays: Any) -> RowsProblem:
         rows, index = arrays
@@ -210,11 +204,13 @@ def _fold(
 
 
 class _Transposed(Gradient[_Call, RowArrays, jax.Array]):
-    """Runs lookups or segment sums with `_Call.config`; each is the other's gradient."""
+    """Runs lookups or segment sums as `Op.of_gradient`; each is the other's gradient."""
 
     def __init__(self, kind: type[RowsProblem], compute: Callable[..., jax.Array]) -> None:
         super().__init__(
-            lambda call, arrays: compute(call, call.config, arrays), self._batched, self._pull_back
+            lambda call, arrays: compute(call, call.backward_config, arrays),
+            self._batched,
+            self._pull_back,
         )
         self.kind, self.compute = kind, compute
 
@@ -278,10 +274,9 @@ class _Rows(Op[_Call, RowArrays, jax.Array]):
         return Named(RowArrays(user, "b"), candidate, split)
 
     def vjp(self, call: _Call, plan: dispatch.Plan, of: Pulled[RowArrays, jax.Array]) -> RowArrays:
-        name = jnp.dtype(of.dtype or of.cotangents.dtype).name
-        call = dataclasses.replace(call, config=plan.backward_config, dtype=name)
         operands = RowArrays(of.cotangents, of.arrays.cand_to_user)
-        return RowArrays(self.way.other.differentiable(call, operands), None)
+        found = self.way.other.differentiable(self.of_gradient(call, plan, of), operands)
+        return RowArrays(found, None)
 
 
 class _LookUp(_Rows):

@@ -29,11 +29,16 @@ RESULT = "ikbo_"
 class Call:
     """The arguments of a call that are not arrays; each op adds its own. Hashable.
 
-    `return_residuals`: whether results that only a gradient needs are returned, too.
+    Attributes:
+      return_residuals: whether results that only a gradient needs are returned, too.
+      backward_config: configuration of the kernels of a gradient, see `Op.of_gradient`; None: XLA.
+      dtype: name of the dtype of what is still to be summed over devices; None: the arrays'.
     """
 
     request: dispatch.Request
     return_residuals: bool = dataclasses.field(default=False, kw_only=True)
+    backward_config: Any = dataclasses.field(default=None, kw_only=True)
+    dtype: str | None = dataclasses.field(default=None, kw_only=True)
 
 
 class Part[C: Call, A, R](NamedTuple):
@@ -187,6 +192,11 @@ class Op[C: Call, A, R](abc.ABC):
     def for_gradient(self, call: C) -> C:
         """Returns the call whose results the gradient needs."""
         return dataclasses.replace(call, return_residuals=True)
+
+    def of_gradient(self, call: C, plan: dispatch.Plan, of: Pulled[A, R]) -> C:
+        """Returns the call whose gradient is computed as planned, in the dtype of `of`."""
+        name = of.dtype and jnp.dtype(of.dtype).name
+        return dataclasses.replace(call, backward_config=plan.backward_config, dtype=name)
 
     def visible(self, call: C, results: R) -> R:
         """Returns the results of `call`, from the results of `for_gradient(call)`."""
@@ -402,37 +412,37 @@ def vmappable[A, R](
     return function
 
 
-class Gradient[S, O, G]:
-    """An op's gradient by kernels: a function of settings, which have a `request`, and operands.
+class Gradient[C: Call, O, G]:
+    """An op's gradient by kernels: a function of a call, see `Op.of_gradient`, and operands.
 
     It has a vmap rule; `differentiable` has a derivative, too.
     """
 
     def __init__(
         self,
-        run: Callable[[S, O], G],
-        run_batched: Callable[[S, int, Any, O], G],
-        pull_back: Callable[[S, O, G], tuple[O]],
+        run: Callable[[C, O], G],
+        run_batched: Callable[[C, int, Any, O], G],
+        pull_back: Callable[[C, O, G], tuple[O]],
     ) -> None:
         """Takes the function, its vmap rule (see `vmappable`) and its rule of reverse mode."""
         self._run, self._run_batched = run, run_batched
         # custom_vjp wraps custom_vmap because custom_vmap has no reverse mode.
         function = jax.custom_vjp(self.vmappable, nondiff_argnums=(0,))
         function.defvjp(self._forward, pull_back)
-        self.differentiable: Callable[[S, O], G] = function
+        self.differentiable: Callable[[C, O], G] = function
 
-    def _forward(self, settings: Any, operands: O) -> tuple[G, O]:
-        with jax.default_matmul_precision(settings.request.precision):
-            return self.differentiable(settings, operands), operands
+    def _forward(self, call: C, operands: O) -> tuple[G, O]:
+        with jax.default_matmul_precision(call.request.precision):
+            return self.differentiable(call, operands), operands
 
-    def vmappable(self, settings: S, operands: O) -> G:
+    def vmappable(self, call: C, operands: O) -> G:
         """The function without a derivative."""
-        run = functools.partial(self._run, settings)
-        return vmappable(run, functools.partial(self._run_batched, settings))(operands)
+        run = functools.partial(self._run, call)
+        return vmappable(run, functools.partial(self._run_batched, call))(operands)
 
-    def one_by_one(self, settings: S, batched: Any, operands: O) -> G:
+    def one_by_one(self, call: C, batched: Any, operands: O) -> G:
         """Runs problems one after another."""
-        run = functools.partial(self.vmappable, settings)
+        run = functools.partial(self.vmappable, call)
         return map_sequentially(run, batched, operands)
 
 

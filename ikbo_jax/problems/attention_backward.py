@@ -16,8 +16,8 @@ HEAD_DIMS = tuple(MAX_BLOCK_Q)
 #: Largest head width of which one launch computes the gradients of keys and of values: a thread
 #: has no registers for two sums of more columns.
 MAX_BOTH_SUMS = 128
-#: Largest block_kv by head width, for the same reason.
-MAX_BLOCK_KV = {64: 128, 96: 96, 128: 96, 192: 64, 256: 32}
+#: Largest block_kv of a launch for d_query by head width, for the same reason.
+MAX_BLOCK_KV = {64: 128, 96: 96, 128: 96}
 #: Largest block_q with a cap, and largest block_kv of wider heads than 64 columns in a launch for
 #: d_query. With 128 queries of 64 columns, 1,016 to 1,136 bytes of a thread spill; with 96 keys of
 #: 128 columns, 48 bytes.
@@ -40,14 +40,13 @@ DESCRIPTOR_WORDS = 8
 SUM_COLUMNS = 32
 
 
-#: The gradients that a launch computes, "key", "value" or both.
-Gradients = tuple[str, ...]
-BOTH: Gradients = ("key", "value")
+def has_halves(head_dim: int) -> bool:
+    """Whether queries and d_out of a block have slots of their own in the ring of blocks.
 
-
-def query_slots(head_dim: int) -> int:
-    """Slots for queries of the launch of d_query; wide heads have shared memory for one tile."""
-    return 2 if head_dim <= MAX_BOTH_SUMS else 1
+    A launch that stores gradients of scores without d_key has read a block's queries long before
+    its d_out. So three slots hold what two stages would.
+    """
+    return head_dim > MAX_BOTH_SUMS
 
 
 def most_blocks(batch: int, users: int, rows_per_candidate: int, block_q: int) -> int:
@@ -67,11 +66,10 @@ class AttentionBackwardConfig(Config):
       d_query: how d_query is computed, one of `D_QUERY`. "parts": each tile of keys stores its
         part, and they are added later; that takes S / 128 times as much memory. "launch": a second
         launch computes d_query, with seven products instead of five, but without sums in memory.
-        Heads wider than `MAX_BOTH_SUMS` need a launch for d_key and one for d_value, too, and eight
-        products. "stored": the first launch stores gradients of scores in device memory, 2 bytes
-        for each query and key, and a second launch multiplies them by the keys: five products. For
-        wide heads the first launch computes d_value, and a third one multiplies the gradients by
-        the queries.
+        "stored": the first launch stores gradients of scores in device memory, 2 bytes for each
+        query and key, and a second launch multiplies them by the keys: five products. Heads wider
+        than `MAX_BOTH_SUMS` need that: the first launch computes d_value, and a third one
+        multiplies the gradients by the queries.
       block_kv: keys of a block of the launch of d_query, a multiple of 16; 64 if gradients of
         scores are stored.
       kv_stages: stages of that launch's ring of key blocks.
@@ -107,30 +105,15 @@ class AttentionBackwardConfig(Config):
         """Number of rows of a tile of the launch of d_query alone; None without such a launch."""
         return None if self.has_d_query else TILE_ROWS
 
-    def launches(self, head_dim: int) -> tuple[Gradients, ...]:
-        """Lists the launches that compute scores, each by its gradients of keys and values."""
-        if head_dim <= MAX_BOTH_SUMS:
-            return (BOTH,)
-        return (("value",),) if self.stores_d_scores else (("value",), ("key",))
-
-    def has_halves(self, gradients: Gradients) -> bool:
-        """Whether queries and d_out of a block have slots of their own in the ring of blocks.
-
-        A launch that stores gradients of scores without d_key has read a block's queries long
-        before its d_out. So three slots hold what two stages would.
-        """
-        return self.stores_d_scores and "key" not in gradients
-
-    def shared(self, head_dim: int, gradients: Gradients = BOTH) -> Any:
-        """Declares shared memory and barriers of a CTA of the launch of these gradients."""
+    def shared(self, head_dim: int) -> Any:
+        """Declares shared memory and barriers of a CTA of the first launch."""
         blocks = hopper.column_blocks(head_dim)
-        operands = 2 if "key" in gradients or self.stores_d_scores else 1
         half = (blocks, self.block_q, BLOCK_K)
         # A slot has a block's queries and its d_out; or slots alternate: a block's queries, its
         # d_out, the next block's queries.
         queries = memory.ring(self.stages, ready=2 * blocks + 1, tiles=(2, *half))
         statistics = (self.stages, 2, self.block_q)
-        if self.has_halves(gradients):
+        if has_halves(head_dim):
             slots = 2 * self.stages - 1
             queries = memory.ring(slots, ready=blocks + 1, tiles=half)
             # TMA writes to whole 128 bytes.
@@ -148,11 +131,10 @@ class AttentionBackwardConfig(Config):
                 "part_free": memory.Barriers(2, 1),
             }
         return memory.shared(
-            # Of two consumers; only gradients of scores need values, the second operand.
             keys_values=memory.ring(
                 self.kv_slots,
-                ready=operands * NUM_CONSUMERS * blocks,
-                tiles=(operands, NUM_CONSUMERS, blocks, WGMMA_M, BLOCK_K),
+                ready=2 * NUM_CONSUMERS * blocks,
+                tiles=(2, NUM_CONSUMERS, blocks, WGMMA_M, BLOCK_K),
             ),
             queries=queries,
             statistics=memory.Floats(statistics),
@@ -162,10 +144,10 @@ class AttentionBackwardConfig(Config):
             **d_query,
         )
 
-    def d_query_config(self, head_dim: int) -> GdpaBackwardConfig:
+    @property
+    def d_query_config(self) -> GdpaBackwardConfig:
         """Configuration of the launch of d_query alone, which is a kernel of gdpa's gradient."""
-        slots = query_slots(head_dim)
-        return GdpaBackwardConfig(self.block_kv, self.kv_stages, slots, packs_statistics=False)
+        return GdpaBackwardConfig(self.block_kv, self.kv_stages, packs_statistics=False)
 
     def stored_shared(self, head_dim: int) -> Any:
         blocks, tiles = hopper.column_blocks(head_dim), NUM_CONSUMERS
@@ -187,9 +169,9 @@ class AttentionBackwardConfig(Config):
         return -(-tiles // -(-tiles // most)) if most else 0
 
     def smem_bytes(self, head_dim: int) -> int:
-        found: list[Any] = [self.shared(head_dim, x) for x in self.launches(head_dim)]
+        found: list[Any] = [self.shared(head_dim)]
         if self.d_query == "launch":
-            found.append(self.d_query_config(head_dim).shared(head_dim, 1))
+            found.append(self.d_query_config.shared(head_dim, 1))
         elif self.stores_d_scores:
             found.append(self.stored_shared(head_dim))
         return max(map(memory.smem_bytes, found))
@@ -231,9 +213,9 @@ class AttentionBackwardConfig(Config):
             return f"splits must be at least 1, but is {self.splits}"
         if self.d_query not in D_QUERY:
             return f"d_query must be one of {', '.join(D_QUERY)}, but is {self.d_query}"
-        if self.has_d_query and problem.head_dim > MAX_BOTH_SUMS:
+        if not self.stores_d_scores and problem.head_dim > MAX_BOTH_SUMS:
             return (
-                f"d_query must be launch or stored for heads wider than {MAX_BOTH_SUMS}, but is "
+                f"d_query must be stored for heads wider than {MAX_BOTH_SUMS}, but is "
                 f"{self.d_query} at H={problem.head_dim}"
             )
         if self.d_query == "launch":

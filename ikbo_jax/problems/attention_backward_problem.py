@@ -167,9 +167,6 @@ class AttentionBackwardProblem(AttentionSizes):
         for block_q, stages in dict.fromkeys(blocks):
             for depth in depths:
                 yield AttentionBackwardConfig(block_q, stages, 1, "stored", STORED_BLOCK_KV, depth)
-        for block_q, stages in ((64, 2), (48, 2), (32, 3)):
-            for block_kv, kv_stages in ((48, 2), (32, 3)):
-                yield AttentionBackwardConfig(block_q, stages, 1, "launch", block_kv, kv_stages)
 
     def _splits(self, block_q: int) -> tuple[int, ...]:
         """Divides a user's queries into parts: at most two items an SM, of at least four blocks.

@@ -71,13 +71,11 @@ class GdpaBackwardConfig:
     Attributes:
       block: rows of each of the two operands in a pipeline stage; a multiple of 16.
       stages: stages of the ring.
-      slots: slots for a tile's operands and results; wide heads of attention have one.
       packs_statistics: whether statistics are int32, beside the descriptors; otherwise f32.
     """
 
     block: int = 64
     stages: int = 3
-    slots: int = dataclasses.field(default=SLOTS, repr=False)
     packs_statistics: bool = dataclasses.field(default=True, repr=False)
 
     def packing(self, num_results: int, has_mask: bool = False) -> Packing:
@@ -89,7 +87,7 @@ class GdpaBackwardConfig:
         slots, rows = (self.stages, self.block) if num_results == 2 else (1, TILE_ROWS)
         stride = -(-rows // COPY_WORDS) * COPY_WORDS
         item_words = slots * STATISTICS * stride * self.packs_statistics
-        block_words = item_words + self.slots * ITEM_WORDS
+        block_words = item_words + SLOTS * ITEM_WORDS
         size = block_words + self.stages * (BLOCK_WORDS + MASK_WORDS * has_mask)
         return Packing(stride, item_words, block_words, size)
 
@@ -115,7 +113,7 @@ class GdpaBackwardConfig:
         has_words = packed is None
         return memory.shared(
             stationary=memory.ring(
-                self.slots,
+                SLOTS,
                 ready=1 + (0 if reads_stored else 2 * NUM_CONSUMERS * blocks + ready[0]),
                 tiles=(2 - reads_stored, NUM_CONSUMERS, blocks, WGMMA_M, BLOCK_K),
                 words=ITEM_WORDS if has_words else None,

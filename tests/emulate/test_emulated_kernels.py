@@ -160,7 +160,6 @@ CHOSEN = {
         "two_launches",
         "stored_h128_f16",
         "stored_h96",
-        "three_launches_h192",
         "stored_grouped_heads_h192",
         "users_without_candidates_h96_f16",
         *attention_backward.ADDED_BY_LAUNCH,

@@ -69,9 +69,6 @@ CONFIGS = {
 }
 #: For heads wider than 128 columns.
 WIDE_CONFIGS = {
-    "three_launches": Config(32, 3, 1, "launch", 32, 3),
-    "three_launches_odd_block": Config(48, 2, 1, "launch", 32, 2),
-    "three_launches_split": Config(32, 2, 1, "launch", 16, 3, splits=2),
     "stored_wide": Config(48, 2, 1, "stored", kv_stages=3),
     "stored_wide_split": Config(16, 3, 1, "stored", kv_stages=2, splits=3),
 }
@@ -189,8 +186,6 @@ def test_gradients_of_candidate_configs(head_dim, candidates):
     ("name", "config"),
     [
         *itertools.product(("odd_counts", "h96"), ("parts", "two_launches")),
-        ("h192", "three_launches_split"),
-        ("h256", "three_launches"),
         ("h192", "stored_wide"),
         ("h256", "stored_wide_split"),
     ],
@@ -230,7 +225,6 @@ def test_gradients_repeat_bitwise(name, config):
     [
         ("parts", 128),
         ("two_launches", 128),
-        ("three_launches", 256),
         ("stored_wide", 192),
         ("stored_wide", 256),
     ],

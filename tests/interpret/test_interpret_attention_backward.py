@@ -118,20 +118,6 @@ CASES = {
     "stored_split_queries": Case(
         AttentionShape(1, 150, 1, 129, 2, 2, 64), Config(32, d_query="stored", splits=2)
     ),
-    "three_launches_h192": Case(
-        AttentionShape(2, 3, 21, 129, 2, 1, 192, "gaps", "ragged"),
-        Config(32, d_query="launch", block_kv=32, kv_stages=2),
-    ),
-    "three_launches_h256_f16": Case(
-        AttentionShape(3, 4, 40, 100, 1, 1, 256, "unsorted", "ragged"),
-        Config(32, 3, d_query="launch", block_kv=32),
-        "float16",
-        sum_dtype="float32",
-    ),
-    "three_launches_split_h256": Case(
-        AttentionShape(1, 70, 1, 129, 1, 1, 256),
-        Config(32, d_query="launch", block_kv=32, kv_stages=2, splits=2),
-    ),
     "stored_grouped_heads_h192": Case(
         AttentionShape(3, 5, 21, 129, 2, 1, 192, "gaps", "ragged"),
         Config(32, d_query="stored", kv_stages=2),
@@ -180,7 +166,7 @@ ADDED_BY_LAUNCH = {
     ),
     "added_split_h256": Case(
         AttentionShape(1, 70, 1, 129, 1, 1, 256),
-        Config(32, d_query="launch", block_kv=32, kv_stages=2, splits=5),
+        Config(32, d_query="stored", kv_stages=2, splits=5),
     ),
 }
 

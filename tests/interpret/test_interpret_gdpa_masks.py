@@ -192,7 +192,7 @@ def test_blocks_that_no_row_sees_are_not_listed(reads: bool) -> None:
             tiles = by_xla.masked_tiles(offsets, size=TILE_ROWS, unit=64)
         words = tiles.words[: int(tiles.counts[0])]
         np.testing.assert_array_equal(np.sort(words[:, lists.KV_LENGTH])[::-1], lengths)
-        if mask.window is None:  # rows of a consumer have all keys up to its first row's
+        if mask.rule.window is None:  # rows of a consumer have all keys up to its first row's
             assert words[0, lists.TILE_WORDS + lists.CUTS + 1] == 257 // 64
 
 

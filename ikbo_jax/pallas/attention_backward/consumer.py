@@ -57,7 +57,7 @@ def _receive_tile(ctx: BackwardContext, item: Any) -> None:
 
     @pl.when(visible.is_partial)
     def _() -> None:
-        for operand in (KEY, VALUE) if ctx.has_d_scores else (KEY,):
+        for operand in (KEY, VALUE):
             tiles = ctx.shared.keys_values.matrix(item).at[operand, ctx.consumer]
             visible.zero_rest(tiles)
         plgpu.commit_smem()
@@ -231,34 +231,31 @@ def _block(
     scores = mma.after_wait(scores)
     if ctx.has_halves:
         _receive_half(ctx, item, block, step, D_OUT)
-    d_weights = _issue_scores(ctx, item, step, D_OUT) if ctx.has_d_scores else None
+    d_weights = _issue_scores(ctx, item, step, D_OUT)
     weights, slope = _weights_and_slopes(ctx, item, scores, step)
-    if ctx.has_value:
-        sums[-1] = add(sums[-1], weights.astype(dtype), D_OUT)
+    sums[-1] = add(sums[-1], weights.astype(dtype), D_OUT)
     if ctx.has_halves:
         shared.queries.release(ctx.query_slot(step, QUERY))
     d_query: list[jax.Array] = []
-    if d_weights is not None:
-        overlaps = ctx.has_value and not ctx.has_d_query
-        overlaps &= ctx.config.block_q <= MAX_OVERLAPPED_BLOCK_Q
-        mma.wait(int(overlaps))
-        if ctx.has_value and not overlaps:
-            sums[-1] = mma.after_wait(sums[-1])
-        d_weights = mma.after_wait(d_weights)
-        d_scores = (slope * (d_weights - _statistic(ctx, step, DELTA))).astype(dtype)
-        if ctx.stores_d_scores:
-            # TMA has read the buffer, which held the block before the last one.
-            plgpu.wait_smem_to_gmem(D_SCORES_BUFFERS - 1, wait_read_only=True)
-        if ctx.has_d_query or ctx.stores_d_scores:
-            tile = _d_scores_tile(ctx, step, 0)
-            store.stage_transposed(tile, d_scores)
-        if ctx.has_d_query:
-            plgpu.commit_smem()
-        if ctx.has_key:
-            sums[0] = add(sums[0], d_scores, QUERY)
-        if ctx.has_d_query:
-            turns.synchronise_consumers()
-            d_query = [_issue_d_query(ctx, item, step)]
+    overlaps = not ctx.has_d_query and ctx.config.block_q <= MAX_OVERLAPPED_BLOCK_Q
+    mma.wait(int(overlaps))
+    if not overlaps:
+        sums[-1] = mma.after_wait(sums[-1])
+    d_weights = mma.after_wait(d_weights)
+    d_scores = (slope * (d_weights - _statistic(ctx, step, DELTA))).astype(dtype)
+    if ctx.stores_d_scores:
+        # TMA has read the buffer, which held the block before the last one.
+        plgpu.wait_smem_to_gmem(D_SCORES_BUFFERS - 1, wait_read_only=True)
+    if ctx.has_d_query or ctx.stores_d_scores:
+        tile = _d_scores_tile(ctx, step, 0)
+        store.stage_transposed(tile, d_scores)
+    if ctx.has_d_query:
+        plgpu.commit_smem()
+    if ctx.shape.has_key:
+        sums[0] = add(sums[0], d_scores, QUERY)
+    if ctx.has_d_query:
+        turns.synchronise_consumers()
+        d_query = [_issue_d_query(ctx, item, step)]
     # After the last block, its scores are computed once more, in vain (of d_out, where another
     # item's queries may replace its own).
     is_last = block + 1 == blocks
@@ -293,7 +290,7 @@ def _tile(ctx: BackwardContext, item: Any, blocks: Any, first_step: Any) -> None
     mma.wait(0)
     ctx.shared.queries.release(ctx.query_slot(first_step + blocks - 1, D_OUT))
     turns.synchronise_consumers()  # the other consumer has multiplied by this one's keys
-    if ctx.has_key:
+    if ctx.shape.has_key:
         sums[0] = sums[0] * jnp.float32(ctx.shape.scale)
     _store(ctx, item, sums)
 

@@ -10,7 +10,7 @@ from jax.experimental import pallas as pl
 
 from ikbo_jax.pallas.hopper.launch import WarpgroupContext
 from ikbo_jax.pallas.hopper.row_order import RowOrder
-from ikbo_jax.problems.attention_backward import BOTH, Gradients
+from ikbo_jax.problems.attention_backward import MAX_BOTH_SUMS, has_halves
 from ikbo_jax.problems.hopper import BLOCK_K
 
 #: Words of an item's descriptor in shared memory: number of query blocks (negative: no more items),
@@ -45,7 +45,6 @@ class Shape:
     splits: int
     scale: float
     logit_cap: float | None = None
-    gradients: Gradients = BOTH
     workers: int = 1
     first_key: int = 0
 
@@ -63,6 +62,11 @@ class Shape:
         if order is None and self.group == 1:
             return None
         return RowOrder(order, self.q_len, self.group)
+
+    @property
+    def has_key(self) -> bool:
+        """Whether the first launch computes d_key, too, beside d_value."""
+        return self.head_dim <= MAX_BOTH_SUMS
 
     @property
     def column_blocks(self) -> int:
@@ -110,17 +114,8 @@ class BackwardContext(WarpgroupContext):
         return self.outputs.d_scores is not None
 
     @property
-    def has_key(self) -> bool:
-        return "key" in self.shape.gradients
-
-    @property
-    def has_d_scores(self) -> bool:
-        """Whether the launch computes gradients of scores, for which it reads values."""
-        return self.has_key or self.stores_d_scores
-
-    @property
     def has_halves(self) -> bool:
-        return bool(self.config.has_halves(self.shape.gradients))
+        return has_halves(self.shape.head_dim)
 
     def query_slot(self, step: Any, operand: Any) -> Any:
         """The number in the ring of blocks of queries (0) or d_out (1) of a step."""
@@ -130,10 +125,6 @@ class BackwardContext(WarpgroupContext):
         """lse (0) or delta (1) of a step, where `has_halves`."""
         slot = self.shared.queries.slot(self.query_slot(step, operand))
         return self.shared.statistics.at[slot, 0, pl.ds(0, self.config.block_q)]
-
-    @property
-    def has_value(self) -> bool:
-        return "value" in self.shape.gradients
 
     @property
     def sums(self) -> tuple[Any, ...]:

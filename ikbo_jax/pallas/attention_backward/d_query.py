@@ -3,8 +3,7 @@
     d_query = scale * dS @ key,   dS = P * (d_out @ value.T - delta),   P = exp(scores - lse)
 
 This launch runs the kernel of `gdpa_backward` for queries, with a softmax, on rows of key heads: a
-tile is 128 query rows of one user and key head, and it streams one range, its user's keys. Wide
-heads have one slot for tiles, see `query_slots`.
+tile is 128 query rows of one user and key head, and it streams one range, its user's keys.
 """
 
 import dataclasses
@@ -79,7 +78,7 @@ def d_query_kernel(
     """Computes d_query [B * T, N, H] in the caller's order."""
     assert rows.tiles is not None
     query, d_out, statistics, key, value, _ = operands
-    dtype, own_config = query.dtype, config.d_query_config(shape.head_dim)
+    dtype, own_config = query.dtype, config.d_query_config
     settings = Settings((SOFTMAX,), scale=shape.scale, logit_cap=shape.logit_cap)
     own_shape = DQueryShape(
         heads=shape.kv_heads,

@@ -17,9 +17,8 @@ the parts of the user's tiles. Either way, each sum is computed in one order, an
 gives the same bits.
 
 With `d_query="stored"`, dS goes to device memory instead, and `stored` multiplies it by the keys.
-Heads wider than 128 columns have no registers for two sums: one launch computes d_value, from keys
-alone, another one d_key, and `d_query` computes d_query. With `d_query="stored"`, the launch of
-d_value reads values, too, and stores dS, by which `d_key` and `stored` multiply.
+Heads wider than 128 columns have no registers for two sums: the first launch computes d_value and
+stores dS, by which `d_key` and `stored` multiply.
 
 Rows of a block past the user's last query are zeroed in shared memory, and get an lse of infinity,
 so that another user's queries have no effect. Keys past the user's length are zeroed and get
@@ -70,18 +69,10 @@ from ikbo_jax.pallas.worklist.numbering import Sizes
 from ikbo_jax.pallas.worklist.rows import Rows
 from ikbo_jax.problems.attention_backward import (
     BLOCK_KV,
-    BOTH,
     AttentionBackwardConfig,
     most_blocks,
 )
 from ikbo_jax.problems.hopper import BLOCK_K, NUM_CONSUMERS
-
-#: Names of the launches, by the gradients that they compute.
-_NAMES = {
-    BOTH: "ikbo_attention_backward",
-    ("key",): "ikbo_attention_backward_d_key",
-    ("value",): "ikbo_attention_backward_d_value",
-}
 
 
 def attention_backward_kernel(
@@ -163,11 +154,7 @@ def attention_backward_kernel(
         result, d_key, d_value = _stored(operands, shape, config, run, of_keys, multiply)
         return result.reshape(query.shape), d_key, d_value, *more
     if config.d_query == "launch":
-        gradients: dict[str, jax.Array] = {}
-        for names in config.launches(head_dim):
-            of_launch = dataclasses.replace(shape, gradients=names)
-            gradients |= zip(names, run(operands, shape=of_launch), strict=True)
-        d_key, d_value = gradients["key"], gradients["value"]
+        d_key, d_value = run(operands, shape=shape)
         result = d_query_kernel(operands, rows, shape, config, num_sms=num_sms)
         return result.reshape(query.shape), d_key, d_value, *more
     of_query, of_key, of_value = run(operands, shape=shape)
@@ -187,15 +174,13 @@ def _stored(
     `run` stores gradients of scores (of wide heads, `multiply_by_queries` computes d_key).
     """
     chunk = BLOCK_KV * config.stored_tiles(shape.kv_tiles, shape.kv_heads, shape.blocks)
-    (names,), found, is_one = config.launches(shape.head_dim), [], chunk >= shape.kv_len
+    found, is_one = [], chunk >= shape.kv_len
     for first in range(0, shape.kv_len, chunk):
         keys = min(chunk, shape.kv_len - first)
         tiles = pl.cdiv(keys, BLOCK_KV)
-        part = dataclasses.replace(
-            shape, first_key=first, kv_len=keys, kv_tiles=tiles, gradients=names
-        )
+        part = dataclasses.replace(shape, first_key=first, kv_len=keys, kv_tiles=tiles)
         d_scores, *d_key, d_value = run(operands, shape=part)
-        if names != BOTH:
+        if not d_key:
             d_key = [multiply_by_queries(d_scores, operands, part, config)]
         dtype = operands.query.dtype if is_one else jnp.float32
         d_query = multiply(d_scores, operands, shape=part, config=config, dtype=dtype)
@@ -218,7 +203,7 @@ def _add_parts(
     dtypes: tuple[Any, Any],
 ) -> tuple[jax.Array, ...]:
     """Adds the parts of a launch's results, in `dtypes`, by a launch; interpreted, by XLA."""
-    number = len(shape.gradients)
+    number = 2 if shape.has_key else 1
     first, gradients = tuple(found[:-number]), tuple(found[-number:])
     size: dict[str, Any] = {"kv_heads": shape.kv_heads, "scale": shape.scale}
     by_launch = config.has_parts and not mosaic.is_interpreted()
@@ -259,16 +244,17 @@ def _launch(
     outputs = Outputs(
         jax.ShapeDtypeStruct(sums, jnp.float32) if config.has_d_query else None,
         jax.ShapeDtypeStruct(d_scores, key.dtype) if config.stores_d_scores else None,
-        *(gradient if name in shape.gradients else None for name in BOTH),
+        gradient if shape.has_key else None,
+        gradient,
     )
     context = functools.partial(BackwardContext, shape, config)
     found = launch(
         Roles(context, produce, consume, write if config.has_d_query else None),
         operands,
         outputs,
-        config.shared(shape.head_dim, shape.gradients),
+        config.shared(shape.head_dim),
         dtype=key.dtype,
-        name=_NAMES[shape.gradients],
+        name="ikbo_attention_backward" + ("" if shape.has_key else "_d_value"),
         workers=workers,
         has_counter=shape.items > workers,
     )

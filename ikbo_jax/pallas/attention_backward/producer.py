@@ -35,8 +35,7 @@ def _send_item(ctx: BackwardContext, item: Any, number: Any, step: Any) -> Any:
 
     @pl.when(blocks > 0)
     def _() -> None:
-        sources = (ctx.operands.key, *((ctx.operands.value,) if ctx.has_d_scores else ()))
-        for operand, source in enumerate(sources):
+        for operand, source in enumerate((ctx.operands.key, ctx.operands.value)):
             for consumer in range(NUM_CONSUMERS):
                 first = jnp.minimum(first_key + consumer * WGMMA_M, source.shape[1] - 1)
                 tiles = shared.keys_values.tiles[1].at[slot, operand, consumer]

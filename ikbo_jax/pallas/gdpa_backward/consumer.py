@@ -214,8 +214,7 @@ def _tile(ctx: BackwardContext, item: Any, first_step: Any) -> Any:
         sums = (mma.zeros(ctx.shape.head_dim, jnp.float32),) * len(ctx.shape.scales)
     else:
         sums = add(first_step, None)
-    if stationary.slots > 1:
-        pl.when(item > 0)(functools.partial(_free_stored_slot, ctx, item - 1))
+    pl.when(item > 0)(functools.partial(_free_stored_slot, ctx, item - 1))
     end = first_step + stationary.word(item, BLOCKS)
     if ctx.shape.has_mask:
         first_cut = first_step + stationary.word(item, WHOLE_BLOCKS)
@@ -226,8 +225,6 @@ def _tile(ctx: BackwardContext, item: Any, first_step: Any) -> Any:
     mma.wait(0)
     sums = _complete(ctx, sums, end - 1)
     _store(ctx, mosaic.opaque(item), sums)
-    if stationary.slots == 1:
-        _free_stored_slot(ctx, item)
     return end
 
 
@@ -279,8 +276,7 @@ def _all_tiles(ctx: BackwardContext) -> None:
         return
     count = ctx.item_count
     lax.fori_loop(0, count, functools.partial(_tile, ctx), jnp.int32(0))
-    if ctx.shared.stationary.slots > 1:
-        _free_stored_slot(ctx, count - 1)
+    _free_stored_slot(ctx, count - 1)
     plgpu.wait_smem_to_gmem(0, wait_read_only=False)
 
 
