@@ -1,7 +1,7 @@
 """Which function runs for which primitive: one table for every kind of operand.
 
 The rule of an equation depends on its operands. `LAZY` has the rules of lazy values: `Lazy`,
-`Concat` and arrays beside them. If an operand is `Merged`, `Split` or `Scores`, the rules of that
+`Concat` and arrays beside them. If an operand is `Reshaped` or `Scores`, the rules of that
 kind run, from `MERGED`, `SPLIT` or `SCORES`. Rules that users register replace rules of `LAZY`.
 """
 
@@ -10,7 +10,6 @@ from collections.abc import Callable
 from ikbo_jax.rewrite.attention import (
     changed_weights,
     contraction,
-    merged_rules,
     pairs,
     products,
     score_axes,
@@ -22,10 +21,11 @@ from ikbo_jax.rewrite.rules import (
     elementwise,
     one_hot,
     reshape,
+    reshaped_lookups,
+    reshaped_rules,
     resharding,
     row_rules,
     sources,
-    split_rules,
     variants,
 )
 from ikbo_jax.rewrite.values.equations import grows
@@ -100,43 +100,32 @@ ON_SOME_ARRAYS: dict[str, Callable[..., bool]] = {
     "iota": row_rules.has_equal_rows,
 }
 
-MERGED: dict[str, Rule] = {
-    **dict.fromkeys(elementwise.ELEMENTWISE, merged_rules.merged_elementwise),
-    **dict.fromkeys(elementwise.REDUCTIONS, merged_rules.reduction),
-    "broadcast_in_dim": merged_rules.broadcast,
-    "concatenate": merged_rules.concatenate,
-    "dot_general": merged_rules.dot_general,
-    "gather": merged_rules.gather,
-    "reshape": merged_rules.merged_reshape,
-    "sharding_constraint": row_rules.sharding_constraint,
-    "squeeze": merged_rules.merged_reshape,
-    "transpose": merged_rules.transpose,
+#: The rules of values whose looked-up or concatenated axis a reshape merges or splits.
+RESHAPED: dict[str, Rule] = {
+    **dict.fromkeys((*elementwise.ELEMENTWISE, "concatenate"), reshaped_rules.in_place),
+    **dict.fromkeys(elementwise.REDUCTIONS, reshaped_rules.reduction),
+    "broadcast_in_dim": reshaped_rules.broadcast,
+    "dot_general": reshaped_rules.dot_general,
+    "gather": reshaped_lookups.gather,
+    "reshape": reshaped_rules.reshape_again,
+    "squeeze": reshaped_rules.reshape_again,
+    "transpose": reshaped_rules.transpose,
 }
-
-#: The rules of values whose looked-up axis is split, or is looked up by an index of dimensions.
-SPLIT: dict[str, Rule] = {
+#: The rules of those among them whose axes a reshape only merges.
+MERGED: dict[str, Rule] = RESHAPED | {"sharding_constraint": row_rules.sharding_constraint}
+#: The rules of those among them whose looked-up axis a reshape splits.
+SPLIT: dict[str, Rule] = RESHAPED | {
     **dict.fromkeys(
-        (
-            *elementwise.ELEMENTWISE,
-            *CUMULATIVE,
-            *("concatenate", "optimization_barrier", "rev", "sort", "split", "top_k"),
-        ),
-        split_rules.in_place,
+        (*CUMULATIVE, "optimization_barrier", "rev", "sort", "split", "top_k"),
+        reshaped_rules.in_place,
     ),
-    **dict.fromkeys(elementwise.REDUCTIONS, split_rules.reduction),
-    "broadcast_in_dim": split_rules.broadcast,
-    "dot_general": split_rules.dot_general,
-    "dynamic_slice": split_rules.dynamic_slice,
-    "fft": split_rules.fft,
-    "gather": split_rules.gather,
-    **dict.fromkeys((*WINDOWS, "pad", "slice"), split_rules.dimension_wise),
-    "reshape": split_rules.reshape_split,
-    **dict.fromkeys(SCATTERS, split_rules.scatter),
+    "dynamic_slice": reshaped_rules.dynamic_slice,
+    "fft": reshaped_rules.fft,
+    **dict.fromkeys((*WINDOWS, "pad", "slice"), reshaped_rules.dimension_wise),
+    **dict.fromkeys(SCATTERS, reshaped_lookups.scatter),
     "scan": control_flow.scan,
-    "squeeze": split_rules.reshape_split,
-    "stack": split_rules.stack,
-    "transpose": split_rules.transpose,
-    "unstack": split_rules.unstack,
+    "stack": reshaped_rules.stack,
+    "unstack": reshaped_rules.unstack,
 }
 
 #: The rules of logits, exponentials, their sums, and weights.

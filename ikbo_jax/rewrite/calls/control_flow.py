@@ -15,7 +15,7 @@ from ikbo_jax.rewrite.values import hoisting, jaxprs
 from ikbo_jax.rewrite.values.forms import form, inside_of, skeleton, unpack_all
 from ikbo_jax.rewrite.values.lineage import Concat, Lazy, is_plain, lazy
 from ikbo_jax.rewrite.values.registry import NotCovered
-from ikbo_jax.rewrite.values.split import Split, split
+from ikbo_jax.rewrite.values.reshaped import is_split, reshaped
 
 
 def exported(inner: Context, values: Sequence[Any], outer: Context) -> list[Any]:
@@ -161,16 +161,16 @@ def _scanned(
 def _scannable(x: Any) -> bool:
     if isinstance(x, Concat):
         return x.axis != 0 and all(map(_scannable, x.parts))
-    if isinstance(x, Split):
-        return x.axis != 0 and _scannable(x.inner)
+    if is_split(x):
+        return x.groups[0].is_plain and _scannable(x.inner)
     return is_plain(x) or isinstance(x, Lazy) and (x.axis != 0 and x.base.shape[0] == x.shape[0])
 
 
 def _packed_slice(x: Any, slices: Iterator[Any]) -> Any:
     if isinstance(x, Concat):
         return Concat(tuple([_packed_slice(part, slices) for part in x.parts]), x.axis - 1)
-    if isinstance(x, Split):
-        return split(_packed_slice(x.inner, slices), x.axis - 1, x.sizes)
+    if is_split(x):
+        return reshaped(_packed_slice(x.inner, slices), x.groups[1:])
     array = next(slices)
     if is_plain(x):
         return array

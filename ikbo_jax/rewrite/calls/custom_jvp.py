@@ -22,8 +22,8 @@ from ikbo_jax.rewrite.values.forms import (
 )
 from ikbo_jax.rewrite.values.jaxprs import evaluate, trace
 from ikbo_jax.rewrite.values.lineage import Concat, Lazy
-from ikbo_jax.rewrite.values.merged import Reshaped
 from ikbo_jax.rewrite.values.registry import NotCovered
+from ikbo_jax.rewrite.values.reshaped import Reshaped
 
 
 def custom_jvp(ctx: Context, eqn: Any, *operands: Any) -> Any:

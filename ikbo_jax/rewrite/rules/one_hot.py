@@ -11,11 +11,11 @@ from jax.extend import core
 
 from ikbo_jax.rewrite.facts import proofs
 from ikbo_jax.rewrite.interpret import Context, shape_of
-from ikbo_jax.rewrite.rules import split_axis
+from ikbo_jax.rewrite.rules import reshaped_axes
 from ikbo_jax.rewrite.rules.table_rows import looked_up
 from ikbo_jax.rewrite.values import lineage, staged
 from ikbo_jax.rewrite.values.lineage import Concat, Lazy, base_of, has_lineage, is_plain, origins_of
-from ikbo_jax.rewrite.values.split import split
+from ikbo_jax.rewrite.values.reshaped import split
 
 
 def is_lookup(ctx: Context, eqn: Any, operands: Any) -> bool:
@@ -42,7 +42,7 @@ def lookup(ctx: Context, eqn: Any, lhs: Any, rhs: Any) -> Any:
         sizes, out = shape_of(index), eqn.outvars[0].aval
         if len(sizes) == 1:
             return _rows(ctx, eqn, index, other, int(axis), left)
-        flat = split_axis.reshaped(ctx, eqn, index, (math.prod(sizes),))
+        flat = reshaped_axes.to_shape(ctx, eqn, index, (math.prod(sizes),))
         rest = out.shape[len(sizes) :] if left else out.shape[: -len(sizes)]
         shape = (*flat.shape, *rest) if left else (*rest, *flat.shape)
         inner = eqn.replace(outvars=[core.Var(out.update(shape=shape))])

@@ -12,9 +12,8 @@ from ikbo_jax.rewrite.interpret import Context
 from ikbo_jax.rewrite.rules.elementwise import concat
 from ikbo_jax.rewrite.values import staged
 from ikbo_jax.rewrite.values.lineage import Concat, Lazy, is_plain, lazy, spread_axes
-from ikbo_jax.rewrite.values.merged import merged
 from ikbo_jax.rewrite.values.registry import NotCovered
-from ikbo_jax.rewrite.values.split import split
+from ikbo_jax.rewrite.values.reshaped import merged, split
 
 
 def squeeze(ctx: Context, eqn: Any, x: Any) -> Any:

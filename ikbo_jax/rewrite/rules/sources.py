@@ -10,7 +10,7 @@ from jax import lax
 
 from ikbo_jax.rewrite.facts import proofs
 from ikbo_jax.rewrite.interpret import Context, shape_of
-from ikbo_jax.rewrite.rules import placing, positions, reselect, split_rules
+from ikbo_jax.rewrite.rules import placing, positions, reselect, reshaped_lookups
 from ikbo_jax.rewrite.rules.elementwise import at_user_batch, concat
 from ikbo_jax.rewrite.rules.table_rows import column_of, looked_up
 from ikbo_jax.rewrite.values import lineage, rows, staged
@@ -22,8 +22,8 @@ from ikbo_jax.rewrite.values.registry import NotCovered
 def gather(ctx: Context, eqn: Any, operand: Any, indices: Any) -> Any:
     """Looks rows up, as a lazy value."""
     numbers = eqn.params["dimension_numbers"]
-    if split_rules.looks_up_by_dimensions(eqn, operand, indices):
-        return split_rules.gather_by_dimensions(ctx, eqn, operand, indices)
+    if reshaped_lookups.looks_up_by_dimensions(eqn, operand, indices):
+        return reshaped_lookups.gather_by_dimensions(ctx, eqn, operand, indices)
     if positions.are_looked_up(indices) and (
         len(positions.columns(indices)) > 1
         or numbers.start_indices_batching_dims

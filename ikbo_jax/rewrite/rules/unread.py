@@ -7,8 +7,7 @@ and `check` proves that no result of the program depends on it: wherever the row
 mask hides them.
 """
 
-import math
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -20,6 +19,9 @@ from ikbo_jax.rewrite.rules import any_shape
 from ikbo_jax.rewrite.rules.elementwise import ELEMENTWISE
 from ikbo_jax.rewrite.values.equations import op_plan
 from ikbo_jax.rewrite.values.jaxprs import inner_programs
+from ikbo_jax.rewrite.values.kept_dims import RULES, kept_dims
+
+_CALLS, _JVP = ("checkpoint", "jit", "remat2"), "custom_jvp_call"
 
 
 class RowsAreRead(Exception):
@@ -119,7 +121,7 @@ class _Walk:
         elif name in _CALLS and op_plan(eqn) is None or name == _JVP and _keeps_rows(eqn, found):
             inner = eqn.params["call_jaxpr" if name == _JVP else "jaxpr"]
             return list(zip(*self.program(inner, numbers, rows), strict=True))
-        elif name in _RULES and found:
+        elif found and (name in ELEMENTWISE or name in RULES):
             after = [_after(eqn, v, rows) for v in eqn.outvars]
         elif found or any(map(_marks, inner_programs(eqn))):
             raise RowsAreRead
@@ -146,69 +148,16 @@ def _keeps_rows(eqn: core.JaxprEqn, found: Sequence[_Rows]) -> bool:
     return not found or any_shape.is_elementwise_jvp(eqn)
 
 
-# How an equation moves the rows of an operand that differ. A rule returns the result's dimensions
-# of users and rows, or raises an exception if the equation mixes rows.
-
-
 def _after(eqn: core.JaxprEqn, result: Any, rows: Sequence[_Rows | None]) -> _Rows:
-    shape: tuple[int, ...] = result.aval.shape
+    """Finds which rows of a result differ; RowsAreRead if the equation mixes rows."""
     results = set()
-    for n, (v, x) in enumerate(zip(eqn.invars, rows, strict=True)):
+    for n, x in enumerate(rows):
         if x is None:
             continue
-        before: tuple[int, ...] = v.aval.shape  # type: ignore[attr-defined]
-        dims = _RULES[eqn.primitive.name](eqn, before, shape, n)
+        dims = kept_dims(eqn, n, result)
         if x.users not in dims or x.rows not in dims:
             raise RowsAreRead
-        moved = x._replace(users=dims[x.users], rows=dims[x.rows])
-        if (shape[moved.users], shape[moved.rows]) != (before[x.users], before[x.rows]):
-            raise RowsAreRead
-        results.add(moved)
+        results.add(x._replace(users=dims[x.users], rows=dims[x.rows]))
     if len(results) != 1:
         raise RowsAreRead
     return results.pop()
-
-
-#: By an operand's dimension, the dimension of the result along which an equation keeps its rows.
-_Dims = dict[int, int]
-
-
-def _but(name: str) -> Callable[..., _Dims]:
-    """Makes the rule of equations that keep the rows along all dimensions but a parameter's."""
-
-    def rule(eqn: Any, before: Any, shape: Any, n: int) -> _Dims:
-        changed = eqn.params[name] if name else ()
-        changed = changed if isinstance(changed, tuple) else (changed,)
-        kept = [d for d in range(len(before)) if d not in changed]
-        return dict(zip(kept, kept if len(shape) == len(before) else range(len(kept)), strict=True))
-
-    return rule
-
-
-def _of_reshape(eqn: Any, before: Any, shape: Any, n: int) -> _Dims:
-    if eqn.params["dimensions"] is not None:
-        return {}
-    sizes = [(math.prod(shape[:d]), size) for d, size in enumerate(shape)]
-    found = ((d, (math.prod(before[:d]), size)) for d, size in enumerate(before))
-    return {d: sizes.index(size) for d, size in found if size in sizes}
-
-
-def _of_product(eqn: Any, before: Any, shape: Any, n: int) -> _Dims:
-    contract, batch = (x[n] for x in eqn.params["dimension_numbers"])
-    free = [d for d in range(len(before)) if d not in (*contract, *batch)]
-    first = len(batch) if n == 0 else len(shape) - len(free)
-    return {d: k for k, d in enumerate(batch)} | {d: first + k for k, d in enumerate(free)}
-
-
-_CALLS, _JVP = ("checkpoint", "jit", "remat2"), "custom_jvp_call"
-_RULES: dict[str, Callable[..., _Dims]] = {
-    **dict.fromkeys((*ELEMENTWISE, "dynamic_slice", "slice"), _but("")),
-    **dict.fromkeys(("reduce_max", "reduce_min", "reduce_sum"), _but("axes")),
-    "broadcast_in_dim": lambda eqn, *_: dict(enumerate(eqn.params["broadcast_dimensions"])),
-    "concatenate": _but("dimension"),
-    "dot_general": _of_product,
-    "reshape": _of_reshape,
-    "split": _but("axis"),
-    "squeeze": _but("dimensions"),
-    "transpose": lambda eqn, *_: {p: d for d, p in enumerate(eqn.params["permutation"])},
-}

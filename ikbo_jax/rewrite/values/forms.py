@@ -19,9 +19,8 @@ from ikbo_jax.rewrite.values.lineage import (
     slice_along,
     spread,
 )
-from ikbo_jax.rewrite.values.merged import Merged, Reshaped
 from ikbo_jax.rewrite.values.registry import NotCovered
-from ikbo_jax.rewrite.values.split import Split
+from ikbo_jax.rewrite.values.reshaped import Reshaped
 from ikbo_jax.rewrite.values.staged import shape_of
 
 # Only arrays can be arguments and results of a traced function. So `unpack` splits a value into its
@@ -94,9 +93,8 @@ def unpack(value: Any) -> tuple[list[Any], Any]:
         shape, lineage, axis, origins = value.shape, value.lineage, value.axis, value.origins
         return [value.base], lambda arrays: Lazy(arrays[0], shape, lineage, axis, origins)
     if isinstance(value, Reshaped):
-        kind: Any = type(value)
-        layout, (arrays, pack_inner) = value.layout, unpack(value.inner)
-        return arrays, lambda arrays: kind(pack_inner(arrays), *layout)
+        groups, (arrays, pack_inner) = value.groups, unpack(value.inner)
+        return arrays, lambda arrays: Reshaped(pack_inner(arrays), groups)
     assert isinstance(value, Concat)
     axis, (arrays, pack_parts) = value.axis, unpack_all(value.parts)
     return arrays, lambda arrays: Concat(tuple(pack_parts(arrays)), axis)
@@ -153,18 +151,14 @@ def widened(value: Any, like: Any) -> Any:
             cut = slice_along(value, start, stop, like.axis)
             parts.append(spread(cut.base, cut.shape) if is_plain(part) else widened(cut, part))
         return None if any(part is None for part in parts) else Concat(tuple(parts), like.axis)
-    if isinstance(like, Merged):
-        if not isinstance(value, Lazy) or value.lineage is not None or value.base.size != 1:
-            return None
-        ones = (1,) * len(like.inner.shape)
-        inner = widened(Lazy(value.base.reshape(ones), tuple(like.inner.shape)), like.inner)
-        return None if inner is None else dataclasses.replace(like, inner=inner)
-    if isinstance(like, Split) and is_only_broadcast(value):
-        dims = range(like.axis, like.axis + len(like.sizes))
-        if any(value.base.shape[d] != 1 for d in dims):
-            return None
-        base = value.base.reshape([n for d, n in enumerate(value.base.shape) if d not in dims[1:]])
-        inner = widened(Lazy(base, tuple(like.inner.shape)), like.inner)
+    if isinstance(like, Reshaped) and is_only_broadcast(value):
+        rest, shape = iter(value.base.shape), list[int]()
+        for group in like.groups:
+            own = [next(rest) for _ in group.sizes]
+            if not group.is_plain and any(n != 1 for n in own):
+                return None
+            shape += own if group.is_plain else [1] * len(group.before)
+        inner = widened(Lazy(value.base.reshape(shape), tuple(like.inner.shape)), like.inner)
         return None if inner is None else dataclasses.replace(like, inner=inner)
     if not isinstance(value, Lazy) or not isinstance(like, Lazy):
         return None

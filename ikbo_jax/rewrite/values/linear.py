@@ -5,8 +5,7 @@ in them and one of its axes is their rows' axis: row n of the value is linear in
 Rounding counts as linear; what overflows, `equations.may_overflow` finds.
 """
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -15,11 +14,14 @@ import numpy as np
 from jax import lax
 from jax.extend import core
 
+from ikbo_jax.rewrite.values.kept_dims import kept_dims
+
 _ZERO, _FREE = "zero", "free"
 #: What is known of a value: the rows' axis of a linear value, or one of the above.
 Kind = int | str
 
 _SAME_AXIS = frozenset(["add", "add_any", "convert_element_type", "copy", "name", "neg", "sub"])
+_MOVES = frozenset(["broadcast_in_dim", "reduce_sum", "reshape", "squeeze", "transpose"])
 _CALLS = frozenset(["jit", "remat2", "checkpoint"])
 
 
@@ -82,65 +84,19 @@ def _results(eqn: core.JaxprEqn, operands: list[Kind]) -> list[Kind]:
         if set(linear) == {axis}:
             return [axis]
     elif name == "dot_general" and len(linear) == 1 and _FREE in operands:
-        return [_of_product(eqn, 0 if operands[1] == _FREE else 1, axis)]
-    elif name in _MOVES and len(operands) == 1:
-        return [_MOVES[name](eqn, axis)]
-    raise _NotLinear
-
-
-def _of_product(eqn: core.JaxprEqn, side: int, axis: int) -> int:
-    """Finds the rows' axis of a product whose operand `side` is linear."""
-    contract, batch = eqn.params["dimension_numbers"]
-    precision = jax.tree.leaves(eqn.params["precision"])
-    if not all(isinstance(x, lax.Precision) for x in precision):
-        # The algorithm of a product may cast its operands.
-        raise _NotLinear
-    if axis in batch[side]:
-        return list(batch[side]).index(axis)
-    if axis in contract[side]:
-        raise _NotLinear
-    ranks = [len(v.aval.shape) for v in eqn.invars]  # type: ignore[attr-defined]
-    free = [
-        [d for d in range(rank) if d not in contract[n] and d not in batch[n]]
-        for n, rank in enumerate(ranks)
-    ]
-    return len(batch[side]) + (len(free[0]) if side else 0) + free[side].index(axis)
-
-
-def _broadcast(eqn: core.JaxprEqn, axis: int) -> int:
-    target = int(eqn.params["broadcast_dimensions"][axis])
-    if eqn.params["shape"][target] != eqn.invars[0].aval.shape[axis]:  # type: ignore[attr-defined]
-        raise _NotLinear
-    return target
-
-
-def _removed(key: str) -> Callable[[Any, int], int]:
-    """Returns the rule of an equation that removes the dimensions in its parameter `key`."""
-
-    def rule(eqn: Any, axis: int) -> int:
-        if axis in eqn.params[key]:
+        precision = jax.tree.leaves(eqn.params["precision"])
+        if not all(isinstance(x, lax.Precision) for x in precision):
+            # The algorithm of a product may cast its operands.
             raise _NotLinear
-        return axis - sum(d < axis for d in eqn.params[key])
-
-    return rule
-
-
-def _reshaped(eqn: core.JaxprEqn, axis: int) -> int:
-    old: Any = eqn.invars[0].aval
-    new: Any = eqn.outvars[0].aval
-    if eqn.params["dimensions"] is not None:
-        raise _NotLinear
-    before, size = math.prod(old.shape[:axis]), old.shape[axis]
-    for d, n in enumerate(new.shape):
-        if n == size and math.prod(new.shape[:d]) == before:
-            return d
+        return [_moved(eqn, 0 if operands[1] == _FREE else 1, axis)]
+    elif name in _MOVES and len(operands) == 1:
+        return [_moved(eqn, 0, axis)]
     raise _NotLinear
 
 
-_MOVES: dict[str, Callable[[Any, int], int]] = {
-    "broadcast_in_dim": _broadcast,
-    "reduce_sum": _removed("axes"),
-    "reshape": _reshaped,
-    "squeeze": _removed("dimensions"),
-    "transpose": lambda eqn, axis: [int(d) for d in eqn.params["permutation"]].index(axis),
-}
+def _moved(eqn: core.JaxprEqn, n: int, axis: int) -> int:
+    """Finds the rows' axis of the result of an equation whose operand `n` is linear."""
+    dims = kept_dims(eqn, n, eqn.outvars[0])
+    if axis not in dims:
+        raise _NotLinear
+    return int(dims[axis])

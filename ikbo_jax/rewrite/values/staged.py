@@ -81,32 +81,15 @@ def is_local(aval: Any) -> bool:
     return type(aval) is jax.core.ShapedArray and aval.sharding.mesh.empty
 
 
-def _made(
-    name: str,
-    operands: Sequence[Any],
-    *rest: Any,
-    usual: Callable[[], Any] | None = None,
-    **params: Any,
-) -> Any:
-    """Computes the function `name` of `jax.lax`, whose primitive has these parameters.
-
-    The function takes `operands` and `rest`; if it takes other arguments, `usual` calls it.
-    """
-    trace = None
-    for x in operands:
-        if type(x) is not TRACER:
-            break
-    else:
-        trace = trace_of(operands)
-    function, primitive, others = _equation(name)
-    if trace is not None:
-        return trace.default_process_primitive(primitive, operands, {**others, **params})
-    return function(*operands, *rest) if usual is None else usual()
+def _made(name: str, operands: Sequence[Any], **params: Any) -> Any:
+    """Computes the function `name` of `jax.lax`, whose primitive has these parameters."""
+    primitive, others = _equation(name)
+    return bind(primitive, operands, {**others, **params})
 
 
 @functools.cache
-def _equation(name: str) -> tuple[Callable[..., Any], core.Primitive, dict[str, Any]]:
-    """Returns a function of `jax.lax`, its primitive, and the parameters that it sets."""
+def _equation(name: str) -> tuple[core.Primitive, dict[str, Any]]:
+    """Returns the primitive of a function of `jax.lax`, and the parameters that it sets."""
     index, kept = jax.ShapeDtypeStruct((1, 1), "int32"), lax.GatherScatterMode.PROMISE_IN_BOUNDS
     numbers = lax.GatherDimensionNumbers((1,), (0,), (0,))
     examples: dict[str, Callable[..., Any]] = {
@@ -121,7 +104,7 @@ def _equation(name: str) -> tuple[Callable[..., Any], core.Primitive, dict[str, 
     }
     args = jax.ShapeDtypeStruct((2, 1), "float32"), index
     *_, eqn = jax.make_jaxpr(examples[name])(*args).eqns
-    return getattr(lax, name), eqn.primitive, eqn.params
+    return eqn.primitive, eqn.params
 
 
 # These return what the functions of `jax.lax` with the same names return.
@@ -139,7 +122,7 @@ def transpose(x: Any, permutation: Sequence[int]) -> Any:
     permutation = tuple(permutation)
     if permutation == tuple(range(len(permutation))):
         return x
-    return _made("transpose", (x,), permutation, permutation=permutation)
+    return _made("transpose", (x,), permutation=permutation)
 
 
 def reshape(x: Any, shape: Sequence[int]) -> Any:
@@ -149,7 +132,7 @@ def reshape(x: Any, shape: Sequence[int]) -> Any:
         return lax.reshape(x, shape)
     if x.aval.shape == shape:
         return x
-    return _made("reshape", (x,), shape, new_sizes=shape)
+    return _made("reshape", (x,), new_sizes=shape)
 
 
 def squeeze(x: Any, dimensions: Sequence[int]) -> Any:
@@ -157,14 +140,13 @@ def squeeze(x: Any, dimensions: Sequence[int]) -> Any:
     dimensions = tuple(dimensions)
     if not dimensions:
         return x
-    return _made("squeeze", (x,), dimensions, dimensions=dimensions)
+    return _made("squeeze", (x,), dimensions=dimensions)
 
 
 def broadcast_in_dim(x: Any, shape: Sequence[int], dims: Sequence[int]) -> Any:
     """Computes `lax.broadcast_in_dim(x, shape, dims)`."""
-    shape, dims = tuple(shape), tuple(dims)
-    params: dict[str, Any] = {"shape": shape, "broadcast_dimensions": dims}
-    return _made("broadcast_in_dim", (x,), shape, dims, **params)
+    params = {"shape": tuple(shape), "broadcast_dimensions": tuple(dims)}
+    return _made("broadcast_in_dim", (x,), **params)
 
 
 def expand_dims(x: Any, dimensions: Sequence[int]) -> Any:
@@ -179,10 +161,9 @@ def expand_dims(x: Any, dimensions: Sequence[int]) -> Any:
 
 def slice_of(x: Any, starts: Sequence[int], stops: Sequence[int], strides: Any = None) -> Any:
     """Computes `lax.slice(x, starts, stops, strides)`."""
-    starts, stops = tuple(starts), tuple(stops)
     strides = None if strides is None or all(n == 1 for n in strides) else tuple(strides)
-    params: dict[str, Any] = {"start_indices": starts, "limit_indices": stops, "strides": strides}
-    return _made("slice", (x,), starts, stops, strides, **params)
+    params = {"start_indices": tuple(starts), "limit_indices": tuple(stops), "strides": strides}
+    return _made("slice", (x,), **params)
 
 
 def slice_in_dim(x: Any, start: int, stop: int, axis: int) -> Any:
@@ -198,7 +179,7 @@ def concatenate(arrays: Sequence[Any], axis: int) -> Any:
     """Computes `lax.concatenate(arrays, axis)`."""
     if len(arrays) == 1:
         return arrays[0]
-    return _made("concatenate", arrays, usual=lambda: lax.concatenate(arrays, axis), dimension=axis)
+    return _made("concatenate", arrays, dimension=axis)
 
 
 def cast(x: Any, dtype: Any) -> Any:
@@ -208,7 +189,7 @@ def cast(x: Any, dtype: Any) -> Any:
         if old == dtype and not x.aval.weak_type:
             return x
         if isinstance(old, np.dtype) and old.kind != "c":
-            return _made("convert_element_type", (x,), dtype, new_dtype=dtype)
+            return _made("convert_element_type", (x,), new_dtype=dtype)
     return lax.convert_element_type(x, dtype)
 
 
@@ -233,21 +214,13 @@ def gather_rows(x: Any, index: Any, axis: int) -> Any:
     numbers = lax.GatherDimensionNumbers(offset, (axis,), (axis,))
     sizes = (*shape[:axis], 1, *shape[axis + 1 :])
     column = expand_dims(index, (1,))
-
-    def gather(x: Any, column: Any) -> Any:
-        mode = lax.GatherScatterMode.PROMISE_IN_BOUNDS
-        return lax.gather(x, column, numbers, sizes, mode=mode)
-
-    def usual() -> Any:
-        if not any(entries := mesh_axes(index)):
-            return gather(x, column)
-        spec = [*jax.typeof(x).sharding.spec]
-        spec[axis : axis + 1] = entries
-        sharding = jax.typeof(index).sharding.update(spec=PartitionSpec(*spec))
-        return over_auto_axes(gather, sharding)(x, column)
-
     params: dict[str, Any] = {"dimension_numbers": numbers, "slice_sizes": sizes}
-    return _made("gather", (x, column), usual=usual, **params)
+    if not any(entries := mesh_axes(index)):
+        return _made("gather", (x, column), **params)
+    spec = [*jax.typeof(x).sharding.spec]
+    spec[axis : axis + 1] = entries
+    sharding = jax.typeof(index).sharding.update(spec=PartitionSpec(*spec))
+    return over_auto_axes(lambda *arrays: _made("gather", arrays, **params), sharding)(x, column)
 
 
 def alike(arrays: Sequence[Any]) -> Sequence[Any]:

@@ -1,0 +1,206 @@
+"""Rules of reshaped values: an equation on them becomes one on the values before the reshape."""
+
+from collections.abc import Callable
+from typing import Any
+
+from ikbo_jax.rewrite.interpret import Context, shape_of
+from ikbo_jax.rewrite.rules import elementwise
+from ikbo_jax.rewrite.rules.reshaped_axes import (
+    Axes,
+    axes_of,
+    axes_of_value,
+    flattened,
+    run_before,
+    to_shape_again,
+)
+from ikbo_jax.rewrite.values.registry import NotCovered, Rule
+from ikbo_jax.rewrite.values.reshaped import Group, Reshaped, is_split, plain_groups
+
+#: Computes the parameters before the reshape, and the groups of the results.
+_Params = Callable[[Axes, Any, Any], tuple[dict[str, Any], Any]]
+
+
+def _rule(params_of: _Params) -> Rule:
+    """Makes the rule of a primitive whose operands all have their groups at the same place."""
+
+    def rule(ctx: Context, eqn: Any, *operands: Any) -> Any:
+        if eqn.primitive.name == "mul":
+            eqn, operands = elementwise.with_mask(ctx, eqn, operands)
+        (groups, *_) = [x.groups for x in operands if isinstance(x, Reshaped)]
+        axes = axes_of(groups)
+        params, out = params_of(axes, eqn, operands)
+        flat = [flattened(ctx, eqn, x, axes) for x in operands]
+        return run_before(ctx, eqn, flat, axes_of(tuple(out)), **params)
+
+    return rule
+
+
+@_rule
+def in_place(axes: Axes, eqn: Any, operands: Any) -> Any:
+    """Works element by element, or along other dimensions, and moves no dimension."""
+    names = [name for name in ("axis", "dimension") if name in eqn.params]
+    found: dict[str, Any] = {name: axes.single(eqn.params[name]) for name in names}
+    if "dimensions" in eqn.params:
+        found["dimensions"] = tuple(map(axes.single, eqn.params["dimensions"]))
+    return found, axes.groups
+
+
+@_rule
+def reduction(axes: Axes, eqn: Any, operands: Any) -> Any:
+    """Reduces other dimensions, or all dimensions that a dimension merges."""
+    numbers = [axes.numbers[a] for a in eqn.params["axes"]]
+    if any(len(axes.groups[n].sizes) > 1 for n in numbers):
+        raise NotCovered("an operation along dimensions that look rows up together")
+    inner = tuple([d for n in numbers for d in axes.inner[n]])
+    if eqn.primitive.name in ("argmax", "argmin") and len(inner) != 1:
+        raise NotCovered(f"{eqn.primitive.name} over a merged axis")
+    return {"axes": inner}, [x for n, x in enumerate(axes.groups) if n not in numbers]
+
+
+#: Parameters with an entry for every dimension, and the entry of a dimension that is taken whole;
+#: None is its size.
+_ENTRIES: dict[str, Any] = {
+    "base_dilation": 1,
+    "limit_indices": None,
+    "padding": (0, 0),
+    "padding_config": (0, 0, 0),
+    "start_indices": 0,
+    "strides": 1,
+    "window_dilation": 1,
+    "window_dimensions": 1,
+    "window_strides": 1,
+}
+
+
+@_rule
+def dimension_wise(axes: Axes, eqn: Any, operands: Any) -> Any:
+    """Pads, slices, or pools over windows, along other dimensions."""
+    found = {}
+    for name, entry in _ENTRIES.items():
+        if eqn.params.get(name) is None:
+            continue
+        entries: list[Any] = []
+        for dims, group in zip(axes.dims, axes.groups, strict=True):
+            own = tuple(eqn.params[name][dims.start : dims.stop])
+            whole = group.sizes if entry is None else (entry,) * len(own)
+            if not group.is_plain and own != whole:
+                raise NotCovered("an operation along dimensions that look rows up together")
+            before = group.before if entry is None else (entry,) * len(group.before)
+            entries += own if group.is_plain else before
+        found[name] = tuple(entries)
+    return found, axes.groups
+
+
+@_rule
+def fft(axes: Axes, eqn: Any, operands: Any) -> Any:
+    """Transforms the last dimensions."""
+    for group in axes.groups[len(axes.groups) - len(eqn.params["fft_lengths"]) :]:
+        if not group.is_plain:
+            raise NotCovered("fft along dimensions that look rows up together")
+    return {}, axes.groups
+
+
+@_rule
+def transpose(axes: Axes, eqn: Any, operands: Any) -> Any:
+    """Transposes; the dimensions of a group stay together."""
+    order = eqn.params["permutation"]
+    return {"permutation": axes.before(order)}, axes.chosen(order)
+
+
+@_rule
+def stack(axes: Axes, eqn: Any, operands: Any) -> Any:
+    """Concatenates along a new dimension."""
+    axis, starts = eqn.params["axis"], [dims.start for dims in axes.dims]
+    if axis not in (*starts, axes.dims[-1].stop):
+        raise NotCovered("stack between dimensions that look rows up together")
+    n = (*starts, axis).index(axis)
+    new, before = Group((len(operands),), (len(operands),)), axes.groups[:n]
+    return {"axis": len(axes_of(before).before_shape)}, [*before, new, *axes.groups[n:]]
+
+
+@_rule
+def unstack(axes: Axes, eqn: Any, operands: Any) -> Any:
+    """Slices along another dimension, without the dimension."""
+    axis = eqn.params["axis"]
+    inner, n = axes.single(axis), axes.numbers[axis]
+    return {"axis": inner}, [*axes.groups[:n], *axes.groups[n + 1 :]]
+
+
+@_rule
+def broadcast(axes: Axes, eqn: Any, operands: Any) -> Any:
+    """Adds dimensions."""
+    if len(operands) > 1:
+        raise NotCovered("broadcast to a dynamic shape")
+    shape, dims = eqn.params["shape"], list(map(int, eqn.params["broadcast_dimensions"]))
+    targets = [[dims[d] for d in axes.dims[n]] for n in axes.special]
+    groups = [axes.groups[n] for n in axes.special]
+    if any(
+        tuple([shape[t] for t in own]) != x.sizes for own, x in zip(targets, groups, strict=True)
+    ):
+        raise NotCovered("broadcast of a merged axis")
+    out = axes_of(plain_groups(shape)).put(zip(targets, groups, strict=True))
+    return {"shape": out.before_shape, "broadcast_dimensions": out.before(dims)}, out.groups
+
+
+def dynamic_slice(ctx: Context, eqn: Any, x: Any, *starts: Any) -> Any:
+    """Slices along other dimensions."""
+    if not isinstance(x, Reshaped):
+        raise NotCovered("dynamic_slice at positions that are looked up")
+    axes, sizes = axes_of(x.groups), eqn.params["slice_sizes"]
+    own, operands, variables, whole = eqn.invars[1:], [x.inner], [eqn.invars[0]], []
+    for dims, group in zip(axes.dims, axes.groups, strict=True):
+        if not group.is_plain and tuple(sizes[dims.start : dims.stop]) != group.sizes:
+            raise NotCovered("dynamic_slice along dimensions that look rows up together")
+        # A start along an axis that is taken whole is clamped to 0.
+        operands.append(starts[dims.start])
+        variables.append(own[dims.start])
+        whole.append(sizes[dims.start] if group.is_plain else group.before[0])
+    inner = eqn.replace(invars=variables)
+    return run_before(ctx, inner, operands, axes, slice_sizes=tuple(whole))
+
+
+def reshape_again(ctx: Context, eqn: Any, x: Reshaped) -> Any:
+    """Reshapes the value before the reshape."""
+    return to_shape_again(ctx, eqn, x, tuple(eqn.outvars[0].aval.shape))
+
+
+def dot_general(ctx: Context, eqn: Any, lhs: Any, rhs: Any) -> Any:
+    """Multiplies; a group is summed or a batch dimension of both operands, or is in one of them."""
+    (contract, batch), operands = eqn.params["dimension_numbers"], (lhs, rhs)
+    contract, batch = ([list(map(int, dims)) for dims in pair] for pair in (contract, batch))
+    axes = [axes_of_value(x) for x in operands]
+    wanted = [_paired(axes, contract, batch, side) for side in (0, 1)]
+    if all(map(is_split, operands)) and not wanted[1]:
+        raise NotCovered("product of values that are looked up by different dimensions")
+    full = [x.put(found) for x, found in zip(axes, wanted, strict=True)]
+    flat = [
+        flattened(ctx, eqn, x, whole) if whole.special else x
+        for x, whole in zip(operands, full, strict=True)
+    ]
+    numbers = tuple(
+        tuple(x.before(dims) for x, dims in zip(full, pair, strict=True))
+        for pair in (contract, batch)
+    )
+    out = full[0].chosen(batch[0])
+    for side, x in enumerate(full):
+        rank = len(shape_of(operands[side]))
+        out += x.chosen([d for d in range(rank) if d not in contract[side] + batch[side]])
+    return run_before(ctx, eqn, flat, axes_of(tuple(out)), dimension_numbers=numbers)
+
+
+def _paired(axes: list[Axes], contract: Any, batch: Any, side: int) -> list[tuple[Any, Group]]:
+    """Finds the groups that an operand of a product has as the other one, with its dimensions."""
+    other, found = axes[1 - side], []
+    pairs = dict(zip(contract[1 - side], contract[side], strict=True))
+    pairs |= zip(batch[1 - side], batch[side], strict=True)
+    for n in other.special:
+        theirs = other.dims[n]
+        own = [pairs[d] for d in theirs if d in pairs]
+        if len(theirs) > 1 and any(d in contract[1 - side] for d in theirs):
+            raise NotCovered("product that sums over dimensions that look rows up together")
+        if 0 < len(own) < len(theirs):
+            reason = "product over a part of the dimensions that look rows up together"
+            raise NotCovered(reason)
+        if own:
+            found.append((own, other.groups[n]))
+    return found
