@@ -119,7 +119,7 @@ def elementwise_to(ctx: Context, eqn: Any, shape: tuple[int, ...], operands: Any
     origins = origins_of(*operands)
     bases = [base_of(x) for x in operands]
     base = ctx.bind(eqn, *common_shape(eqn, bases))
-    if not origins and 1 < base.size < math.prod(shape):
+    if not origins and base.size != 1 and lineage.is_at_least(math.prod(shape), base.size + 1):
         # One user, broadcast by a sum with zeros or by a product with ones.
         what = f"{lineage.text(base)} broadcast -> {lineage.text(base, shape)}"
         origins = frozenset({ctx.recorder.found(eqn, what, False)})
