@@ -209,7 +209,8 @@ class Call(BlockMasks):
                 *self._all_rows(keys, users),
                 jnp.arange(users.users) if at_users else users.index,
                 *self.root.scale_and_cap,
-                bias=bias,
+                False,
+                bias,
             )
             if seen is not None:
                 by_row = attend_by_row(operands, Visible(seen, kept))

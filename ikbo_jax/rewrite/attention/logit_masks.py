@@ -84,9 +84,9 @@ def _terms(ctx: Context, bias: Any) -> list[_Term]:
     if name == "select_n" and len(operands) == 3:
         mask, *cases = operands
         for rest, keeps in zip(cases[::-1], (True, False), strict=True):
-            number = constant(ctx, cases[0] if keeps else cases[1])
-            if number is not None and number <= LARGE:
-                return [*_terms(ctx, rest), _Term(mask, number, keeps)]
+            filled = constant(ctx, cases[0] if keeps else cases[1])
+            if filled is not None and filled <= LARGE:
+                return [*_terms(ctx, rest), _Term(mask, filled, keeps)]
     return [_Term(bias)]
 
 
