@@ -217,8 +217,13 @@ class CpuCost:
                     continue
             elif not inside:
                 repeated = len(readers) > 1 and _is_expensive(op.eqn)
-                if repeated or kinds != {"loop"}:
+                if repeated or is_grown:
                     readers = self._write(op, "library" if is_grown else "loop")
+                elif kinds != {"loop"}:
+                    # What other kernels read from memory, loops compute again.
+                    loops = frozenset([n for n in readers if kernels[n] == "loop"])
+                    self._readers[op.results[0]] = readers - loops
+                    readers = self._write(op, "loop") | loops
             self._read_operands(op, readers)
         for n in self._readers.keys() - makers.keys():
             self._read(n)
