@@ -223,8 +223,8 @@ def _over_parts(
         return elementwise_to(ctx, eqn, shape, whole)
     for x in operands:
         if isinstance(x, Concat):
-            if x.axis != first.axis or x.sizes != first.sizes:
-                raise NotCovered(f"{eqn.primitive.name} of concatenations with different parts")
+            if x.axis != first.axis:
+                raise NotCovered(f"{eqn.primitive.name} of concatenations along two axes")
         elif has_lineage(x) and x.axis == first.axis:
             raise NotCovered(
                 f"{eqn.primitive.name} with a value that is looked up along the concatenation"
@@ -233,7 +233,24 @@ def _over_parts(
     def run(cut: list[Any], part_shape: tuple[int, ...]) -> Any:
         return elementwise_to(ctx, eqn, part_shape, cut)
 
+    operands = _cut_alike(ctx, operands, first.axis)
+    first = next(x for x in operands if isinstance(x, Concat))
     return concat(by_part(first, operands, shape, run), first.axis)
+
+
+def _cut_alike(ctx: Context, operands: Any, axis: int) -> list[Any]:
+    """Cuts concatenations along `axis` where a part of any of them ends."""
+    whole = [x for x in operands if isinstance(x, Concat)]
+    if all(x.sizes == whole[0].sizes for x in whole):
+        return list(operands)
+    ends = sorted({end for x in whole for *_, end in x.pieces()})
+    bounds = list(itertools.pairwise([0, *ends]))
+
+    def cut(x: Any) -> Any:
+        parts = tuple(sliced_along(ctx, x, start, stop, axis) for start, stop in bounds)
+        return Concat(parts, axis) if isinstance(x, Concat) else x
+
+    return list(map(cut, operands))
 
 
 def by_part(

@@ -226,7 +226,7 @@ def _gather_by_parts(ctx: Context, eqn: Any, operand: Any, indices: Concat) -> A
     parts = []
     for part in indices.parts:
         part_shape = (*shape[:axis], part.shape[indices.axis], *shape[axis + 1 :])
-        if lineage.has_lineage(part):
+        if isinstance(part, Lazy):
             parts.append(_gather_by_lazy_indices(ctx, eqn, operand, part, part_shape))
         else:
             parts.append(ctx.bind(eqn, operand, ctx.build(part)))
