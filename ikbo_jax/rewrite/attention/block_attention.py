@@ -209,9 +209,7 @@ class Call(BlockMasks):
                 *self._all_rows(keys, users),
                 jnp.arange(users.users) if at_users else users.index,
                 *self.root.scale_and_cap,
-                False,
-                bias,
-            )
+            )._replace(bias=bias)
             if seen is not None:
                 by_row = attend_by_row(operands, Visible(seen, kept))
                 lse = staged.reshape(by_row.lse, flat.shape[:3])
