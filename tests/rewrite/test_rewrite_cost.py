@@ -192,6 +192,21 @@ def test_the_estimate_is_what_xla_counts(model) -> None:
     assert abs(shares[0] - shares[1]) < 0.2, shares
 
 
+def test_a_loop_computes_again_what_reductions_read_from_memory() -> None:
+    """So the lookup in a batch norm's input has two readers, and is written."""
+
+    def fn(users, cands, index, w):
+        x = jnp.concatenate([users[index], cands], axis=1) @ w
+        x = x - jnp.mean(x, axis=0, keepdims=True)
+        return jax.nn.relu(x * jax.lax.rsqrt(jnp.mean(x * x, axis=0, keepdims=True) + 1e-3))
+
+    args = jnp.ones((10, 96)), jnp.ones((400, 16)), jnp.zeros(400, jnp.int32), jnp.ones((112, 32))
+    costs = ikbo.explain(ikbo.rewrite(fn), *args).notes[0].costs
+    for one, found in ((fn, costs.original), (ikbo.rewrite(fn), costs.rewritten)):
+        counted = jax.jit(one).lower(*args).compile().cost_analysis()["bytes accessed"]
+        assert abs(found.nbytes - counted) < 0.02 * counted
+
+
 # The model.
 
 

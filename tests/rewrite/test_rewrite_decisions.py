@@ -64,7 +64,7 @@ LOOKUPS = {
     "filled": "jnp.tanh(nn.relu(jnp.take(u, j, axis=0) @ w) @ w)",
     "clamped": "jnp.tanh(nn.relu(jnp.take(u, j, axis=0, mode='clip') @ w) @ w)",
     "dropped": "jnp.tanh(nn.relu(u[j] @ w) @ w)",
-    "different parts": "jnp.where(jnp.concatenate([u[i], c[:, :1]], 1) > 0,"
+    "parts that end at other places": "jnp.where(jnp.concatenate([u[i], c[:, :1]], 1) > 0,"
     " jnp.concatenate([c[:, :1], u[i]], 1), 0.5)",
     "two lookups": "jnp.concatenate([u[i], u[i[::-1]]], 1) * 2",
     "positions of other rows": "t[i][jnp.arange(B)[::-1], jnp.argmax(u[i], 1)] * c",
@@ -108,11 +108,6 @@ def test_lookups(name: str) -> None:
 def test_a_product_with_a_precision_of_its_own_starts_no_attention() -> None:
     case = attention("mix(softmax(L(q, precision='highest')))")
     assert not ikbo.explain(ikbo.rewrite(case.fn), *case.args).plans
-
-
-def test_different_parts_are_left_for_that_reason() -> None:
-    found = reasons(lookup(LOOKUPS["different parts"]))
-    assert any("different parts" in reason for reason in found), found
 
 
 def test_a_fixed_position_below_0_is_no_row_from_the_end() -> None:

@@ -5,8 +5,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
-from rewrite_basics import A, D, check, loss, report_of
+from rewrite_basics import A, D, check, check_values_and_gradients, loss, report_of
 
 import ikbo_jax as ikbo
 from ikbo_jax.rewrite.report import cost
@@ -106,3 +107,35 @@ def test_a_derivative_that_mixes_rows_is_the_original_one(f: Any) -> None:
         return lambda *args: [f(*args) for f in of_each]
 
     check(slopes, lambda w, user, cand: of_a_lookup(f, w, user, cand, A.index), A.w, A.user, A.cand)
+
+
+def neighbours(x: Any, table: Any, w: Any) -> Any:
+    return jax.nn.relu((x[:, 1:] - x[:, :-1]) @ w)
+
+
+def pairs(x: Any, table: Any, w: Any) -> Any:
+    first, second = np.triu_indices(x.shape[1], 1)
+    return jnp.sum(x[:, first] * x[:, second], axis=-1)
+
+
+def embedded_times(x: Any, table: Any, w: Any) -> Any:
+    times = jnp.rint(x[..., 0] * 4).astype(jnp.int32)
+    since = jnp.concatenate([jnp.zeros_like(times[:, :1]), times[:, 1:] - times[:, :-1]], axis=1)
+    return jax.nn.relu((x + table[jnp.clip(since + 4, 0, 8)]) @ w)
+
+
+@pytest.mark.parametrize(("model", "share"), [(neighbours, 0.8), (pairs, 0), (embedded_times, 0.8)])
+def test_parts_that_end_at_other_places(model: Any, share: float) -> None:
+    """Differences of neighbouring tokens, and pairs of fields: those of the user are the user's."""
+    rng = np.random.default_rng(0)
+    shapes = (4, 6 if model is pairs else 18, 8), (96, 3, 8), (9, 8), (8, 64)
+    arrays = [jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in shapes]
+    index = jnp.asarray(rng.integers(0, 4, 96), jnp.int32)
+
+    def fn(users: Any, cands: Any, table: Any, w: Any) -> Any:
+        return model(jnp.concatenate([users[index], cands], axis=1), table, w)
+
+    check_values_and_gradients(fn, *arrays)
+    report = report_of(fn, *arrays)
+    assert report.flops_saved >= share * report.costs.original.flops, str(report)
+    assert report.bytes_saved > 0

@@ -1,4 +1,4 @@
-"""Layouts whose batch is a symbolic dimension, as in an exported model: rewritten, or refused."""
+"""Layouts with symbolic numbers of users and candidates, as in an exported model."""
 
 import jax
 import jax.numpy as jnp
@@ -15,12 +15,12 @@ import ikbo_jax as ikbo
 from ikbo_jax.rewrite.report import cost
 from ikbo_jax.rewrite.values import lineage
 
-#: Layouts that do not name the batch, so that it may be symbolic.
+#: Layouts that do not name users and batch, so that they may be symbolic.
 NAMES = (
     "dlrm",
     "din",
-    "one_hot",
     "filled",
+    "one_hot",
     "searchsorted",
     "gru_by_vmap",
     "last_item_by_two_indices",
@@ -34,31 +34,33 @@ NAMES = (
 )
 
 
-def specs(args, constraints):
-    (batch,) = export.symbolic_shape("batch", constraints=constraints)
+def report_of_exported(fn, args, *sizes: str, constraints=()):
+    """Compares a function that is exported with symbolic sizes; returns the rewrite's report.
+
+    `sizes` are the names of the sizes B and U; U stays a number without a name.
+    """
+    symbols = export.symbolic_shape(", ".join(sizes), constraints=constraints)
+    symbols = dict(zip((B, U), symbols, strict=False))
 
     def of(x):
-        shape = tuple(batch if n == B else n for n in x.shape)
-        return jax.ShapeDtypeStruct(shape, x.dtype)
+        return jax.ShapeDtypeStruct(tuple(symbols.get(n, n) for n in x.shape), x.dtype)
 
-    return jax.tree.map(of, args)
-
-
-def report_of_exported(name: str, constraints):
-    """Compares a layout that is exported with a symbolic batch; returns the rewrite's report."""
-    layout = LAYOUTS[name]
-    args = layout.args()
-    symbolic = specs(args, constraints)
-    exported = export.export(jax.jit(ikbo.rewrite(layout.fn)))(*symbolic)
-    expected = computed(layout.fn, *args)
+    symbolic = jax.tree.map(of, args)
+    exported = export.export(jax.jit(ikbo.rewrite(fn)))(*symbolic)
+    expected = computed(fn, *args)
     np.testing.assert_allclose(exported.call(*args), expected, rtol=1e-4, atol=1e-4)
-    (report,) = ikbo.explain(ikbo.rewrite(layout.fn), *symbolic).notes
+    (report,) = ikbo.explain(ikbo.rewrite(fn), *symbolic).notes
+    assert "raised" not in str(report)
     return report
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_batch_with_a_bound(name: str) -> None:
-    report = report_of_exported(name, [f"batch >= {U * S}"])
+def test_users_and_a_batch_with_a_bound(name: str) -> None:
+    fn, args = LAYOUTS[name].fn, LAYOUTS[name].args()
+    sizes, bound = ("batch", "users"), f"batch >= {S}*users"
+    if name == "one_hot":  # Its model names the number of users.
+        sizes, bound = ("batch",), f"batch >= {U * S}"
+    report = report_of_exported(fn, args, *sizes, constraints=[bound])
     assert report.changed, str(report)
     assert "*batch" in str(report)
 
@@ -66,9 +68,41 @@ def test_a_batch_with_a_bound(name: str) -> None:
 @pytest.mark.parametrize("name", ["dlrm", "causal_transformer", "last_item_by_two_indices"])
 def test_a_batch_without_a_bound_is_refused(name: str) -> None:
     """A batch of one candidate has fewer rows than there are users."""
-    report = report_of_exported(name, [])
-    assert not report.changed
-    assert "raised" not in str(report)
+    assert not report_of_exported(LAYOUTS[name].fn, LAYOUTS[name].args(), "batch").changed
+
+
+def _broadcast(users, slots):
+    return jnp.broadcast_to(users[:, None], (users.shape[0], slots, users.shape[1]))
+
+
+#: Spellings of a grid [users, slots] of candidates.
+GRIDS = {
+    "broadcast": _broadcast,
+    "broadcast and merged": lambda u, n: _broadcast(u, n).reshape(u.shape[0] * n, -1),
+    "repeat": lambda u, n: jnp.repeat(u, n, axis=0),
+    "tile": lambda u, n: jnp.tile(u[:, None], (1, n, 1)),
+    "number divided": lambda u, n: u[jnp.arange(u.shape[0] * n) // n],
+    "index of the grid": lambda u, n: u[
+        jnp.broadcast_to(jnp.arange(u.shape[0])[:, None], (u.shape[0], n))
+    ],
+    "repeated index": lambda u, n: jnp.take(u, jnp.repeat(jnp.arange(u.shape[0]), n), axis=0),
+}
+
+
+@pytest.mark.parametrize("name", GRIDS)
+def test_a_grid_of_users_and_slots(name: str) -> None:
+    """Its products of sizes are compared by a bound of the product; without one, nothing runs."""
+
+    def model(users, cands, w):
+        copies = GRIDS[name](users, cands.shape[1])
+        cands = cands.reshape(*copies.shape[:-1], cands.shape[-1])
+        return jnp.concatenate([copies, cands], axis=-1) @ w
+
+    rng = np.random.default_rng(0)
+    args = [jnp.asarray(rng.normal(size=s), jnp.float32) for s in ((U, 64), (U, B, 33), (97, 128))]
+    bound = [f"slots*users >= {S}*users"]
+    assert report_of_exported(model, args, "slots", "users", constraints=bound).changed
+    assert not report_of_exported(model, args, "slots", "users").changed
 
 
 def test_sizes_are_compared_for_every_value_of_a_dimension() -> None:

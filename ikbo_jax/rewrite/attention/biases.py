@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ikbo_jax.rewrite.attention.blocks import arranged_array
-from ikbo_jax.rewrite.attention.scores import BATCH, HEAD, KEY, QUERY, Fill, Logits, Scores
+from ikbo_jax.rewrite.attention.blocks import Blocks, arranged_array
+from ikbo_jax.rewrite.attention.scores import BATCH, HEAD, KEY, QUERY, Fill, Scores
 from ikbo_jax.rewrite.values import staged
 from ikbo_jax.rewrite.values.lineage import base_of, has_lineage, is_plain, origins_of, spread
 from ikbo_jax.rewrite.values.registry import NotCovered
@@ -30,11 +30,14 @@ def added(
     root = scores.root
     if scores.stage != "logits":
         raise NotCovered(f"attention is not recognised: something is added to its {scores.stage}")
-    if not isinstance(root, Logits):
-        raise NotCovered("attention is not recognised: a bias is added to concatenated tokens")
+    dtype = eqn.outvars[0].aval.dtype
+    if isinstance(root, Blocks):
+        if str(dtype) not in _DTYPES or bias.dtype != dtype:
+            raise NotCovered(f"attention is not recognised: biases of {bias.dtype} and {dtype}")
+        root = root.biased(scores, bias, subtracts=subtracts)
+        return scores.then(eqn, operands, root=root)
     if reason := _not_of_users(scores, bias):
         raise NotCovered(f"attention is not recognised: a bias is added that {reason}")
-    dtype = eqn.outvars[0].aval.dtype
     biases = [_arranged(-base_of(bias) if subtracts else base_of(bias), scores)]
     if root.bias is not None:
         biases.append(root.bias)

@@ -155,6 +155,7 @@ class Call(BlockMasks):
         logits = masked_logits(
             base,
             all_keys,
+            self._bias(query, live, users),
             [self._users_mask(fill, query, live, users) for fill in fills],
             scale=self.root.scale,
             cap=self.root.cap,
@@ -197,13 +198,18 @@ class Call(BlockMasks):
             kept, seen = None, None
             if any(states[id(key)] != 1 for key in keys):
                 kept, seen = self._visible(query, keys, users)
+            bias = self._bias(query, keys, users)
+            if bias is not None:
+                if seen is not None and bias.shape[2] != 1:
+                    raise NotCovered("attention is not recognised: a bias, and a mask by query")
+                bias = lineage.spread(bias, (users.users, *bias.shape[1:]))
             at_users = of_query is users and seen is None
             operands = Operands(
                 self._of_users(query, users) if at_users else flat,
                 *self._all_rows(keys, users),
                 jnp.arange(users.users) if at_users else users.index,
                 *self.root.scale_and_cap,
-            )
+            )._replace(bias=bias)
             if seen is not None:
                 by_row = attend_by_row(operands, Visible(seen, kept))
                 lse = staged.reshape(by_row.lse, flat.shape[:3])
@@ -217,14 +223,21 @@ class Call(BlockMasks):
                 found = operands.attend_with_lse(lengths)
                 outs.append(tuple(take_rows(x, users.index, 0) for x in found))
                 continue
-            # Own keys that no mask hides are own tokens of the op.
-            tokens = own_rows if own_kept and own_rows and not takes_own else (None, None)
+            # Own keys that no mask hides, and that have no bias, are own tokens of the op.
+            is_plain = own_kept and bias is None
+            tokens = own_rows if is_plain and own_rows and not takes_own else (None, None)
             takes_own = takes_own or tokens[0] is not None
             outs.append(operands.attend_with_lse(lengths, None, *tokens))
         if own_rows and not takes_own:
             outs.append(self._to_own(query, own, flat, *own_rows))
         merged, lse = functools.reduce(lambda x, y: merge_attention(*x, *y), outs)
-        if not keeps_keys:
+        if self.root.bias is not None:
+            if not keeps_keys:
+                raise NotCovered("attention is not recognised: a bias, and a query may keep no key")
+            # All keys of an empty row have the bias -inf. The product makes its gradients NaN.
+            empty = jnp.where(lse == -jnp.inf, jnp.nan, 1.0)[..., None]
+            merged = merged * empty.astype(merged.dtype)
+        elif not keeps_keys:
             merged = self._with_empty_rows(merged, lse == -jnp.inf)
         return staged.cast(merged, self.dtype)
 
@@ -272,7 +285,7 @@ class Call(BlockMasks):
         self, query: Part, own: list[Part], flat: jax.Array, key: jax.Array, value: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
         """Attends to own keys with masks; returns the result, and lse [batch, queries, heads]."""
-        if self._sees_only_itself(query, own):
+        if self.root.bias is None and self._sees_only_itself(query, own):
             return self._to_itself(flat, key, value)
 
         def mask(fill: Any) -> jax.Array:
@@ -282,6 +295,7 @@ class Call(BlockMasks):
         logits = masked_logits(
             flat,
             key,
+            self._bias(query, own, None),
             list(map(mask, self.root.fills)),
             scale=self.root.scale,
             cap=self.root.cap,

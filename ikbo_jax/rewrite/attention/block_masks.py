@@ -130,6 +130,21 @@ class BlockMasks:
         mask = block_of(mask, len(self.root.labels) - 1, key.start, key.stop)
         return block_of(mask, self.axis, query.start, query.stop) if self.root.queries else mask
 
+    def _bias(self, query: Part, keys: list[Part], users: Lineage | None) -> jax.Array | None:
+        """Returns the sum of the biases: [batch or 1, heads or 1, queries or 1, keys] float32.
+
+        The batch is that of `users`, or of the candidates without them. None without a bias.
+        """
+        total = None
+        for bias in self.root.bias or ():
+            values = [self._sliced(bias, query, key) for key in keys]
+            parts = [self.ctx.build(x) if users is None else at_users(x, users) for x in values]
+            if any(part is None for part in parts):
+                raise NotCovered("attention is not recognised: its bias differs by candidate")
+            wide = joined(list(map(self._logits_mask, parts)), keys).astype(jnp.float32)
+            total = wide if total is None else jnp.add(*jnp.broadcast_arrays(total, wide))
+        return total
+
     def _logits_mask(self, mask: jax.Array) -> jax.Array:
         """Reshapes a mask [batch, *queries, *heads, keys] to [batch, heads, queries, keys]."""
         batch, *between, last = mask.shape

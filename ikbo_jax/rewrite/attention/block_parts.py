@@ -84,6 +84,7 @@ def at_users(x: Any, users: Lineage, axis: int = 0) -> Any:
 def masked_logits(
     query: jax.Array,
     key: jax.Array,
+    bias: jax.Array | None,
     masks: Sequence[jax.Array],
     *,
     scale: float,
@@ -92,10 +93,11 @@ def masked_logits(
 ) -> jax.Array:
     """Computes logits in float32, [batch, heads, queries, keys]: the numbers where masks are False.
 
-    Each mask, [batch, heads, queries, keys] where sizes may be 1, has its number.
+    Bias and masks are [batch, heads, queries, keys]; sizes may be 1. Each mask has its number.
     """
     logits = jnp.einsum("bqhd,bkhd->bhqk", query, key, preferred_element_type=jnp.float32) * scale
     logits = logits if cap is None else jnp.tanh(logits) * cap
+    logits = logits if bias is None else logits + bias
     for mask, number in zip(masks, numbers, strict=True):
         logits = jnp.where(mask, logits, number)
     return logits

@@ -198,6 +198,7 @@ def _pays(norm: norms.FoundNorm, groups: Sequence[_Group]) -> bool:
     names = "+".join(g.activation for g in groups)
     return (
         all(g.weight.dtype == norm.x.dtype for g in groups)
+        and isinstance(rows, int)
         and rows >= _LEAST_ROWS
         and sum(columns) >= features >= _LEAST_FEATURES
         and norm_linear.kernel_is_first(rows, features, columns, norm.kind, norm.x.dtype, names)

@@ -2,14 +2,18 @@
 
 import contextlib
 import dataclasses
+import functools
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend import core
 
 from ikbo_jax.rewrite.attention import biases
 from ikbo_jax.rewrite.attention.blocks import arranged_array, kept_by, unspread
+from ikbo_jax.rewrite.attention.masked_keys import LARGE
 from ikbo_jax.rewrite.attention.scores import BATCH, HEAD, KEY, QUERY, Fill, Logits, Scores, only
 from ikbo_jax.rewrite.facts import masks, proofs
 from ikbo_jax.rewrite.facts.proofs import constant
@@ -33,26 +37,79 @@ def selected(ctx: Context, eqn: Any, which: Any, *cases: Any) -> Any:
     return scores.then(eqn, [which, *cases], root=root)
 
 
+class _Term(NamedTuple):
+    """Describes what is added to logits.
+
+    Attributes:
+      value: a bias, or a mask.
+      number: of a mask, the number below 0 that is added where it hides keys; 0 for a bias.
+      keeps: whether a mask keeps the keys at which it is True or other than 0, or hides them.
+    """
+
+    value: Any
+    number: float = 0.0
+    keeps: bool = False
+
+
 def added(ctx: Context, eqn: Any, x: Any, y: Any) -> Any:
     """Adds 0 to logits, a bias of 0 for kept and one number for masked keys, or another bias."""
-    scores = only((x, y))
+    operands = (x, y)
+    scores = only(operands)
     bias = y if scores is x else x
-    values = masks.few_numbers(ctx, bias)
-    if values == {0.0} and scores.stage == "logits":
-        return scores.then(eqn, [x, y])
-    fills = [value for value in values or () if value != 0]
-    is_mask = len(fills) == 1 and fills[0] < 0 and scores.root.bias is None
-    if not is_mask or scores.root.fills or scores.stage != "logits":
-        return biases.added(eqn, (x, y), scores, bias)
-    fill = Fill(fills[0], eqn.outvars[0].aval.dtype)
+    if masks.few_numbers(ctx, bias) == {0.0} and scores.stage == "logits":
+        return scores.then(eqn, operands)
+    whole = _Term(bias, _number_of_mask(ctx, bias))
+    terms = [whole] if isinstance(scores.root, Logits) else _terms(ctx, bias)
+    if len(terms) > 1 and any(term.number <= LARGE for term in terms):
+        with contextlib.suppress(NotCovered):
+            return functools.reduce(lambda x, y: _added(ctx, eqn, operands, x, y), terms, scores)
+    return _added(ctx, eqn, operands, scores, whole)
+
+
+def _number_of_mask(ctx: Context, bias: Any) -> float:
+    """Returns the number below 0 that a bias is where it is not 0; 0 if it is another bias."""
+    fills = [value for value in masks.few_numbers(ctx, bias) or () if value != 0]
+    return fills[0] if len(fills) == 1 and fills[0] < 0 else 0.0
+
+
+def _terms(ctx: Context, bias: Any) -> list[_Term]:
+    """Returns the terms of a sum; `where(mask, bias, -1e9)` is a sum of a bias and a mask."""
+    if number := _number_of_mask(ctx, bias):
+        return [_Term(bias, number)]
+    name, eqn, operands = ctx.made_by(bias)
+    if name == "add":
+        return [term for x in operands for term in _terms(ctx, x)]
+    if name == "broadcast_in_dim" and len(inner := _terms(ctx, operands[0])) > 1:
+        return [x._replace(value=_broadcast(ctx, eqn, x.value)) for x in inner]
+    if name == "select_n" and len(operands) == 3:
+        mask, *cases = operands
+        for rest, keeps in zip(cases[::-1], (True, False), strict=True):
+            filled = constant(ctx, cases[0] if keeps else cases[1])
+            if filled is not None and filled <= LARGE:
+                return [*_terms(ctx, rest), _Term(mask, filled, keeps)]
+    return [_Term(bias)]
+
+
+def _broadcast(ctx: Context, eqn: Any, x: Any) -> Any:
+    """Broadcasts another value as an equation broadcasts its operand."""
+    out = core.Var(jax.core.ShapedArray(eqn.outvars[0].aval.shape, x.dtype))
+    return ctx.run_equation(eqn.replace(outvars=[out]), [x])[0]
+
+
+def _added(ctx: Context, eqn: Any, operands: Any, scores: Scores, term: _Term) -> Scores:
+    takes_masks = scores.root.bias is None or not isinstance(scores.root, Logits)
+    is_mask = term.number and takes_masks and not scores.root.fills
+    if not is_mask or scores.stage != "logits":
+        return biases.added(eqn, operands, scores, term.value)
+    fill = Fill(term.number, eqn.outvars[0].aval.dtype)
     try:
-        root = masked(ctx, scores, bias, False, fill)
+        root = masked(ctx, scores, term.value, term.keeps, fill)
     except NotCovered as error:
         # A mask by head, or by query without intervals, may be a bias of positions.
         with contextlib.suppress(NotCovered):
-            return biases.added(eqn, (x, y), scores, bias)
+            return biases.added(eqn, operands, scores, term.value)
         raise error from None
-    return scores.then(eqn, [x, y], root=root)
+    return scores.then(eqn, operands, root=root)
 
 
 def masked(ctx: Context, scores: Scores, mask: Any, keeps: bool, fill: Fill) -> Any:

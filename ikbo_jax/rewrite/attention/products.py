@@ -115,7 +115,7 @@ def _shared(ctx: Context, x: Any, batch: Any, other: Any, other_batch: Any) -> A
     shared = [
         d
         for d, o in zip(batch, other_batch, strict=True)
-        if x.base.shape[d] == 1 and x.shape[d] > 1 and other.shape[o] > 1
+        if x.base.shape[d] == 1 and 1 not in (x.shape[d], other.shape[o])
     ]
     return x if len(shared) != 1 or len(x.shape) < 3 else of_one_user(ctx, x, shared[0])
 

@@ -81,8 +81,9 @@ class Root:
       fills: the masks in program order; where two of them mask, the later one prevails.
       mask_origins: the broadcasts that the masks stem from.
       cap: None, or the factor of the hyperbolic tangent of the product.
-      bias: None; or [users or 1, heads or 1, queries or 1, keys], added to the scaled and capped
-        product, before the masks.
+      bias: None; or what is added to the scaled and capped product, before the masks: of `Logits`,
+        [users or 1, heads or 1, queries or 1, keys]; of `Blocks`, values [batch, *queries,
+        *heads, keys], where sizes may be 1.
     """
 
     query: Any
@@ -123,6 +124,10 @@ class Logits(Root):
     @property
     def lineage(self) -> Any:
         return self.key.lineage
+
+    def scaled_bias(self, factor: float) -> Any:
+        """Returns the bias times a number."""
+        return self.bias * jnp.asarray(factor, self.bias.dtype)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -345,7 +350,8 @@ def cast(ctx: Context, eqn: Any, x: Any) -> Any:
     if dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
         raise NotCovered(f"attention is not recognised: its scores are cast to {dtype}")
     root = _with_fills(x.root, dtype, 1.0) if x.stage == "logits" else x.root
-    rounds = root.bias is not None and jnp.finfo(dtype).eps > jnp.finfo(root.bias.dtype).eps
+    bias = root.bias[0] if isinstance(root.bias, tuple) else root.bias
+    rounds = bias is not None and jnp.finfo(dtype).eps > jnp.finfo(bias.dtype).eps
     if rounds and x.stage == "logits":
         raise NotCovered(f"attention is not recognised: a sum with a bias is cast to {dtype}")
     return x.then(eqn, [x], root=root)
@@ -388,8 +394,7 @@ def scaled(ctx: Context, eqn: Any, x: Any, y: Any) -> Any:
     name = "scale" if root.cap is None else "cap"
     root = dataclasses.replace(root, **{name: getattr(root, name) * factor})
     if root.bias is not None:
-        bias = root.bias * jnp.asarray(factor, root.bias.dtype)
-        root = dataclasses.replace(root, bias=bias)
+        root = dataclasses.replace(root, bias=root.scaled_bias(factor))
     return scores.then(eqn, [x, y], root=root)
 
 

@@ -15,7 +15,13 @@ import numpy as np
 
 from ikbo_jax.rewrite.facts.known import known
 from ikbo_jax.rewrite.values.equations import constant_array
-from ikbo_jax.rewrite.values.lineage import base_of, is_only_broadcast, is_plain
+from ikbo_jax.rewrite.values.lineage import (
+    base_of,
+    is_at_least,
+    is_only_broadcast,
+    is_plain,
+    most,
+)
 
 Interval = tuple[int, int]
 
@@ -252,10 +258,10 @@ def moved_dims(eqn: Any, operand: Any, result: Any) -> dict[int | None, int] | N
     return dict(zip(others, own, strict=True))
 
 
-def within(ctx: Any, value: Any, low: int, high: int) -> bool:
+def within(ctx: Any, value: Any, low: int, high: Any) -> bool:
     """Whether all elements are proven to lie in [low, high]."""
     bounds = interval(ctx, value)
-    return bounds is not None and low <= bounds[0] and bounds[1] <= high
+    return bounds is not None and low <= bounds[0] and is_at_least(high, bounds[1])
 
 
 def single(ctx: Any, value: Any, depth: int = _DEPTH) -> int | None:
@@ -275,7 +281,7 @@ def interval(ctx: Any, value: Any, depth: int = _DEPTH) -> Interval | None:
     if depth == 0:
         return None
     if name == "iota":
-        numbers = 0, eqn.params["shape"][eqn.params["dimension"]] - 1
+        numbers = 0, most(eqn.params["shape"][eqn.params["dimension"]]) - 1
         return numbers if _fits(numbers, eqn.outvars[0].aval.dtype) else None
     if name == "select_n":
         return _select(ctx, operands, depth)
@@ -377,10 +383,10 @@ def _cumsum(ctx: Any, operand: Any, depth: int) -> Interval | None:
     if name != "scatter-add":
         if bounds is None or bounds[0] < 0:
             return None
-        return bounds[0], bounds[1] * math.prod(np.shape(operand))
+        return bounds[0], bounds[1] * most(math.prod(np.shape(operand)))
     start, _, updates = scattered
     before, added = interval(ctx, start, depth - 1), interval(ctx, updates, depth - 1)
     if before != (0, 0) or added is None or added[0] < 0:
         return None
     # `np.size` of a lazy value would be 1.
-    return 0, added[1] * math.prod(np.shape(updates))
+    return 0, added[1] * most(math.prod(np.shape(updates)))

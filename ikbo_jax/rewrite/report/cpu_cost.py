@@ -217,11 +217,23 @@ class CpuCost:
                     continue
             elif not inside:
                 repeated = len(readers) > 1 and _is_expensive(op.eqn)
-                if repeated or kinds != {"loop"}:
+                if repeated or is_grown:
                     readers = self._write(op, "library" if is_grown else "loop")
+                elif kinds != {"loop"}:
+                    # What other kernels read from memory, loops compute again, of one large value.
+                    again = self._is_of_one(op, makers)
+                    loops = frozenset([n for n in readers if again and kernels[n] == "loop"])
+                    self._readers[op.results[0]] = readers - loops
+                    readers = self._write(op, "loop") | loops
             self._read_operands(op, readers)
         for n in self._readers.keys() - makers.keys():
             self._read(n)
+
+    def _is_of_one(self, op: _Op, makers: dict[int, _Op]) -> bool:
+        """Whether at most one operand has as many elements as the result, broadcasts aside."""
+        made = [n for n in op.operands if n not in makers or makers[n].kind != "broadcast"]
+        size = self._sizes[op.results[0]]
+        return sum([lineage.is_at_least(self._sizes[n], size) for n in made]) <= 1
 
     def _read_operands(self, op: _Op, readers: frozenset[int]) -> None:
         """Records that kernels read operands; of a part of a large value, as much as results."""

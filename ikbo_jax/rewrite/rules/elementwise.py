@@ -119,7 +119,7 @@ def elementwise_to(ctx: Context, eqn: Any, shape: tuple[int, ...], operands: Any
     origins = origins_of(*operands)
     bases = [base_of(x) for x in operands]
     base = ctx.bind(eqn, *common_shape(eqn, bases))
-    if not origins and 1 < base.size < math.prod(shape):
+    if not origins and base.size != 1 and lineage.is_at_least(math.prod(shape), base.size + 1):
         # One user, broadcast by a sum with zeros or by a product with ones.
         what = f"{lineage.text(base)} broadcast -> {lineage.text(base, shape)}"
         origins = frozenset({ctx.recorder.found(eqn, what, False)})
@@ -223,8 +223,8 @@ def _over_parts(
         return elementwise_to(ctx, eqn, shape, whole)
     for x in operands:
         if isinstance(x, Concat):
-            if x.axis != first.axis or x.sizes != first.sizes:
-                raise NotCovered(f"{eqn.primitive.name} of concatenations with different parts")
+            if x.axis != first.axis:
+                raise NotCovered(f"{eqn.primitive.name} of concatenations along two axes")
         elif has_lineage(x) and x.axis == first.axis:
             raise NotCovered(
                 f"{eqn.primitive.name} with a value that is looked up along the concatenation"
@@ -233,7 +233,24 @@ def _over_parts(
     def run(cut: list[Any], part_shape: tuple[int, ...]) -> Any:
         return elementwise_to(ctx, eqn, part_shape, cut)
 
+    operands = _cut_alike(ctx, operands, first.axis)
+    first = next(x for x in operands if isinstance(x, Concat))
     return concat(by_part(first, operands, shape, run), first.axis)
+
+
+def _cut_alike(ctx: Context, operands: Any, axis: int) -> list[Any]:
+    """Cuts concatenations along `axis` where a part of any of them ends."""
+    whole = [x for x in operands if isinstance(x, Concat)]
+    if all(x.sizes == whole[0].sizes for x in whole):
+        return list(operands)
+    ends = sorted({end for x in whole for *_, end in x.pieces()})
+    bounds = list(itertools.pairwise([0, *ends]))
+
+    def cut(x: Any) -> Any:
+        parts = tuple(sliced_along(ctx, x, start, stop, axis) for start, stop in bounds)
+        return Concat(parts, axis) if isinstance(x, Concat) else x
+
+    return list(map(cut, operands))
 
 
 def by_part(

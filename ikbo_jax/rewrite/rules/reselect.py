@@ -128,7 +128,7 @@ def again(
         index = jnp.where(row >= count, size + row - count, index)
         size += 2
     fine = ctx.scope.lineage(
-        ("again", users, size, *key), size, int(row.shape[0]), lambda: index.astype(jnp.int32)
+        ("again", users, size, *key), size, row.shape[0], lambda: index.astype(jnp.int32)
     )
     return (without_unused(base, fine, axis) if exact else base), fine
 

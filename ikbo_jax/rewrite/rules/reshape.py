@@ -11,7 +11,7 @@ from ikbo_jax.rewrite.facts import proofs
 from ikbo_jax.rewrite.interpret import Context
 from ikbo_jax.rewrite.rules.elementwise import concat
 from ikbo_jax.rewrite.values import staged
-from ikbo_jax.rewrite.values.lineage import Concat, Lazy, is_plain, lazy, spread_axes
+from ikbo_jax.rewrite.values.lineage import Concat, Lazy, is_at_least, is_plain, lazy, spread_axes
 from ikbo_jax.rewrite.values.registry import NotCovered
 from ikbo_jax.rewrite.values.reshaped import merged, split
 
@@ -149,15 +149,19 @@ def _reshape_groups(before: Any, after: Any) -> list[tuple[list[int], list[int]]
         targets: list[int] = []
         left, right = 1, 1
         while True:
-            if left <= right and i < len(before) and (left < right or not dims):
+            # In place of `<`, since a symbolic size may be 1.
+            differ = left != right
+            if i < len(before) and (not dims or differ and is_at_least(right, left)):
                 left *= before[i]
                 dims.append(i)
                 i += 1
-            elif right <= left and j < len(after) and (right < left or not targets):
+            elif j < len(after) and (not targets or differ and is_at_least(left, right)):
                 right *= after[j]
                 targets.append(j)
                 j += 1
             else:
                 break
+        if left != right:
+            raise NotCovered("reshape of sizes whose order is unknown")
         groups.append((dims, targets))
     return groups

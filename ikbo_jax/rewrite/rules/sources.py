@@ -226,7 +226,7 @@ def _gather_by_parts(ctx: Context, eqn: Any, operand: Any, indices: Concat) -> A
     parts = []
     for part in indices.parts:
         part_shape = (*shape[:axis], part.shape[indices.axis], *shape[axis + 1 :])
-        if lineage.has_lineage(part):
+        if isinstance(part, Lazy):
             parts.append(_gather_by_lazy_indices(ctx, eqn, operand, part, part_shape))
         else:
             parts.append(ctx.bind(eqn, operand, ctx.build(part)))
@@ -280,7 +280,7 @@ def broadcast_in_dim(ctx: Context, eqn: Any, operand: Any, *dynamic: Any) -> Any
     value_lineage, axis, origins = None, -1, lineage.origins_of(operand)
     if lineage.has_lineage(operand):
         value_lineage, axis = operand.lineage, dims[operand.axis]
-    elif math.prod(seen) > 1:
+    elif not lineage.is_at_least(1, math.prod(seen)):
         what = f"{lineage.text(operand, seen)} broadcast -> {lineage.text(operand, shape)}"
         origins |= {ctx.recorder.found(eqn, what, False)}
     return lineage.lazy(out, shape, value_lineage, axis, origins)
@@ -318,7 +318,7 @@ def _concat_broadcast(ctx: Context, eqn: Any, operand: Any, shape: Any, dims: An
 def tile(ctx: Context, eqn: Any, operand: Any) -> Any:
     """Repeats rows: a broadcast, or a lookup of repeated rows."""
     reps, shape = eqn.params["reps"], eqn.outvars[0].aval.shape
-    repeated = [d for d, rep in enumerate(reps) if rep > 1]
+    repeated = [d for d, rep in enumerate(reps) if not lineage.is_at_least(1, rep)]
     if isinstance(operand, Concat):
         raise NotCovered("tile of a concatenation")
     if len(repeated) != 1:

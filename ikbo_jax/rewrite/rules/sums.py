@@ -11,7 +11,14 @@ from jax import lax
 
 from ikbo_jax.rewrite.interpret import Context, shape_of
 from ikbo_jax.rewrite.values import staged
-from ikbo_jax.rewrite.values.lineage import Concat, Lazy, base_of, is_plain, slice_along
+from ikbo_jax.rewrite.values.lineage import (
+    Concat,
+    Lazy,
+    base_of,
+    is_at_least,
+    is_plain,
+    slice_along,
+)
 
 #: How deep sums of sums are followed.
 _DEPTH = 3
@@ -43,7 +50,7 @@ def _terms(ctx: Context, part: Any) -> list[tuple[Any, int]]:
         return [(part, 1)]
     terms = _expanded(ctx, part, part.shape, 1, _DEPTH)
     rows = sum(math.prod(base_of(value).shape) for value, _ in terms)
-    return terms if rows < math.prod(part.shape) else [(part, 1)]
+    return terms if is_at_least(math.prod(part.shape), rows + 1) else [(part, 1)]
 
 
 def _expanded(

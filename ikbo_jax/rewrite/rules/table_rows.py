@@ -52,7 +52,7 @@ def looked_up(
     def nearest() -> jax.Array:
         if proven:
             return staged.cast(index, jnp.int32)
-        first, last = np.array([0, min(rows - 1, _largest(index))], index.dtype)
+        first, last = np.zeros((), index.dtype), lineage.number(rows - 1, index.dtype)
         return staged.cast(lax.clamp(first, index, last), jnp.int32)
 
     def outside() -> jax.Array:
@@ -122,8 +122,9 @@ def _without_gradient(x: jax.Array) -> jax.Array:
 @functools.partial(jax.jit, static_argnames="rows")
 def _numbered(index: jax.Array, nearest: jax.Array, rows: int) -> jax.Array:
     """Replaces `nearest` by the numbers of the appended rows where the index is out of bounds."""
-    row = jnp.where(index < 0, jnp.int32(rows), nearest)
-    return row if rows > _largest(index) else jnp.where(index >= rows, jnp.int32(rows + 1), row)
+    row = jnp.where(index < 0, lineage.number(rows, np.int32), nearest)
+    past = index > lineage.number(rows - 1, index.dtype)
+    return jnp.where(past, lineage.number(rows + 1, np.int32), row)
 
 
 def _with_rows_outside(eqn: Any, operand: Any, axis: int, fills: bool, drops: bool) -> Any:
@@ -147,10 +148,6 @@ def _takes_every_row(root: Any, column: int, rows: int) -> bool:
     found = np.unique(index if index.ndim == 1 else index[:, column])
     # An index out of bounds takes no row of its own.
     return int(((found >= 0) & (found < rows)).sum()) == rows
-
-
-def _largest(index: Any) -> int:
-    return int(np.iinfo(index.dtype).max)
 
 
 def _fill_row(eqn: Any, operand: Any, axis: int) -> jax.Array:

@@ -178,7 +178,7 @@ def _widened_rows(value: Lazy, like: Lazy) -> Lazy | None:
     known = value if value.lineage is not None else like
     if like.lineage is not None and (like.lineage, like.axis) != (known.lineage, known.axis):
         return None
-    shape = [max(n, m) for n, m in zip(value.base.shape, like.base.shape, strict=True)]
+    shape = [m if n == 1 else n for n, m in zip(value.base.shape, like.base.shape, strict=True)]
     if known.lineage is not None:
         if value.lineage is None and value.base.shape[known.axis] != 1:
             return None

@@ -14,6 +14,7 @@ from jax import lax
 from jax.extend import core
 
 from ikbo_jax.rewrite.values.jaxprs import inner_programs
+from ikbo_jax.rewrite.values.lineage import is_at_least
 
 PRODUCTS = frozenset(["dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general"])
 
@@ -136,8 +137,10 @@ def _worthwhile(invariant: list[core.JaxprEqn]) -> set[int]:
         variables = [v for v in eqn.invars if type(v) is not core.Literal]
         if id(eqn) in hoisted or made.isdisjoint(variables):
             continue
-        largest = max(getattr(v.aval, "size", 0) for v in variables)
-        if all(getattr(v.aval, "size", 0) <= largest for v in eqn.outvars):
+        sizes, results = (
+            [getattr(v.aval, "size", 0) for v in group] for group in (variables, eqn.outvars)
+        )
+        if all(any(is_at_least(size, result) for size in sizes) for result in results):
             hoisted.add(id(eqn))
             made.update(eqn.outvars)
     return hoisted

@@ -19,6 +19,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import export, lax
 
 from ikbo_jax.rewrite.values import staged
@@ -294,6 +295,21 @@ def is_at_least(size: Any, other: Any) -> bool:
     if isinstance(difference, int):
         return difference >= 0
     return export.symbolic_dim_bounds(difference)[0] >= 0
+
+
+def most(size: Any) -> Any:
+    """Returns the largest value of a size: infinity if it is symbolic and has no bound."""
+    return export.symbolic_dim_bounds(size)[1] if export.is_symbolic_dim(size) else size
+
+
+def number(size: Any, dtype: Any) -> Any:
+    """Returns a size, which may be symbolic, in an integer dtype; at most its largest number."""
+    limit = int(np.iinfo(dtype).max)
+    if isinstance(size, int):
+        return np.array(min(size, limit), dtype)
+    value = jnp.asarray(size)
+    limit = min(limit, int(np.iinfo(value.dtype).max))
+    return staged.cast(jnp.minimum(value, limit), dtype)
 
 
 def largest[T](items: Iterable[T], size: Callable[[T], Any]) -> T:

@@ -7,6 +7,7 @@ from jax.extend import core
 
 from ikbo_jax.rewrite.values import equations, hoisting
 from ikbo_jax.rewrite.values.jaxprs import inner_programs
+from ikbo_jax.rewrite.values.lineage import is_at_least
 from ikbo_jax.rewrite.values.registry import NotCovered, is_source
 
 
@@ -75,7 +76,7 @@ def _may_broadcast(eqn: core.JaxprEqn) -> bool:
         # Broadcasting a scalar costs nothing: XLA treats it as a constant.
         operand: Any = eqn.invars[0].aval
         result: Any = eqn.outvars[0].aval
-        return operand.ndim > 0 and result.size > operand.size
+        return operand.ndim > 0 and not is_at_least(operand.size, result.size)
     if eqn.primitive.name == "jit":
         return equations.is_lookup(eqn)
     if eqn.primitive.name in ("concatenate", "stack"):

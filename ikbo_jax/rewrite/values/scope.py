@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import export, lax
 from jax.extend import core
 
 from ikbo_jax.rewrite.values.lineage import Lineage, base_of, has_lineage
@@ -136,10 +136,13 @@ class Scope:
     ) -> Lineage:
         """Returns the lineage with this key; the first call creates it from `make_index`.
 
-        Keys are equal for equal indices: strings and integers compare by value, other objects by
+        Keys are equal for equal indices: strings and sizes compare by value, other objects by
         identity. The other arguments are the lineage's attributes.
         """
-        full_key = (*(k if isinstance(k, (str, int)) else id(k) for k in key), users)
+        full_key = (
+            *(k if isinstance(k, (str, int)) or export.is_symbolic_dim(k) else id(k) for k in key),
+            users,
+        )
         _, found = self.find("_lineages", full_key) or (key, None)
         if found is None:
             index = make_index()
