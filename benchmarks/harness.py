@@ -393,7 +393,8 @@ def print_results(results: Record, summary: str = "") -> None:
         copy = results.get("copy")
         ceiling = "" if copy is None else f", copy {copy['tb_per_s']:.2f} TB/s"
         print(f"matmul {statistics.median(matmuls):.1f} TFLOP/s{ceiling}")
-    print(summary)
+    if summary:
+        print(summary)
     for name in results["left_out"]:
         print(f"left out: {name}")
     for name in wrong(results):
