@@ -64,7 +64,7 @@ LOOKUPS = {
     "filled": "jnp.tanh(nn.relu(jnp.take(u, j, axis=0) @ w) @ w)",
     "clamped": "jnp.tanh(nn.relu(jnp.take(u, j, axis=0, mode='clip') @ w) @ w)",
     "dropped": "jnp.tanh(nn.relu(u[j] @ w) @ w)",
-    "parts that end at other places": "jnp.where(jnp.concatenate([u[i], c[:, :1]], 1) > 0,"
+    "different parts": "jnp.where(jnp.concatenate([u[i], c[:, :1]], 1) > 0,"
     " jnp.concatenate([c[:, :1], u[i]], 1), 0.5)",
     "two lookups": "jnp.concatenate([u[i], u[i[::-1]]], 1) * 2",
     "positions of other rows": "t[i][jnp.arange(B)[::-1], jnp.argmax(u[i], 1)] * c",

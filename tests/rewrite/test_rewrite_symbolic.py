@@ -55,7 +55,7 @@ def report_of_exported(fn, args, *sizes: str, constraints=()):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_users_and_a_batch_with_a_bound(name: str) -> None:
+def test_a_batch_with_a_bound(name: str) -> None:
     fn, args = LAYOUTS[name].fn, LAYOUTS[name].args()
     sizes, bound = ("batch", "users"), f"batch >= {S}*users"
     if name == "one_hot":  # Its model names the number of users.
