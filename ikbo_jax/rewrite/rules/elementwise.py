@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax import lax
+from jax.extend import core
 
 from ikbo_jax.rewrite.interpret import Context, shape_of
 from ikbo_jax.rewrite.rules import reselect
@@ -86,14 +87,16 @@ def with_mask(ctx: Context, eqn: Any, operands: Any) -> tuple[Any, Any]:
     0 is NaN for infinity and NaN, which the select hides.
     """
     shape, dtype = eqn.outvars[0].aval.shape, eqn.outvars[0].aval.dtype
-    for x, cast, v in zip(operands, operands[::-1], eqn.invars[::-1], strict=True):
+    sides = zip(operands, eqn.invars, operands[::-1], eqn.invars[::-1], strict=True)
+    for x, of_x, cast, v in sides:
         if v.aval.shape != shape or shape_of(x) != shape:
             continue
         mask = ctx.provenance.cast_mask(cast)
         if mask is None:
             continue
         zero = lazy(lax.full((1,) * len(shape), 0, dtype), shape, None, -1, frozenset())
-        return eqn.replace(primitive=lax.select_n_p, params={}), (mask, zero, x)
+        invars = [core.Var(jax.core.ShapedArray(shape, np.dtype(bool))), of_x, of_x]
+        return eqn.replace(primitive=lax.select_n_p, params={}, invars=invars), (mask, zero, x)
     return eqn, operands
 
 
