@@ -1,6 +1,8 @@
 """Layouts of models of histories, and of sequences [history, candidate]."""
 
 import functools
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -47,27 +49,55 @@ def _softmax_attention(q, k, v, mask=None):
     return jnp.einsum("bnts,bsnh->btnh", jax.nn.softmax(logits, axis=-1), v)
 
 
-def causal_transformer(blocks, long, token, index, attention=_softmax_attention):
-    """The candidate is the last token of a causal sequence."""
-    x = jnp.concatenate([long[index], token[:, None]], axis=1)
-    length = x.shape[1]
-    mask = jnp.tril(jnp.ones((length, length), bool))[None, None]
-    for block in blocks:
-        x = _block(block, x, functools.partial(attention, mask=mask))
-    return x[:, -1]
+def transformer(
+    attend: Callable[..., Any] = _softmax_attention,
+    wrapper: Callable[..., Any] = lambda layer: layer,
+    masks: Callable[[Any], Sequence[Any]] = lambda causal: [causal],
+    result: Callable[[Any], Any] = lambda x: x[:, -1],
+) -> Callable[..., Any]:
+    """Makes a model of layers over [history, candidate].
+
+    Args:
+      attend: attention by query, key, value and mask.
+      wrapper: `jax.jit`, say, of a layer; the layer is another function whenever the model runs.
+      masks: takes the causal mask; returns those that the layers have in turn.
+      result: of the last layer's result.
+    """
+
+    def fn(blocks, long, token, index):
+        x = jnp.concatenate([long[index], token[:, None]], axis=1)
+        length = x.shape[1]
+        in_turn = masks(jnp.tril(jnp.ones((length, length), bool))[None, None])
+
+        @wrapper
+        def layer(block, x, mask):
+            return _block(block, x, functools.partial(attend, mask=mask))
+
+        for n, block in enumerate(blocks):
+            x = layer(block, x, in_turn[n % len(in_turn)])
+        return result(x)
+
+    return fn
+
+
+def _causal(q, k, v, mask):
+    del mask
+    return jax.nn.dot_product_attention(q, k, v, is_causal=True)
+
+
+def _hstu(q, k, v, mask):
+    weights = jax.nn.silu(jnp.einsum("btnh,bsnh->bnts", q, k)) / (S + 1) * mask.astype(q.dtype)
+    return jnp.einsum("bnts,bsnh->btnh", weights, v)
 
 
 _COPIES = ((B, S, HEADS, D), (B, S, D * HEADS), (B, HEADS, S, D), (B, S + 1, HEADS, D))
-layout("blocks2 long token index", 0.85, _COPIES)(causal_transformer)
-
-
-@layout("blocks2 long token index", 0.85, _COPIES)
-def causal_transformer_of_jax_nn(blocks, long, token, index):
-    def attention(q, k, v, mask):
-        del mask
-        return jax.nn.dot_product_attention(q, k, v, is_causal=True)
-
-    return causal_transformer(blocks, long, token, index, attention)
+for _name, _model in {
+    "causal_transformer": transformer(),
+    "causal_transformer_of_jax_nn": transformer(_causal),
+    "causal_transformer_of_jitted_layers": transformer(wrapper=jax.jit),
+    "hstu": transformer(_hstu),
+}.items():
+    layout("blocks2 long token index", 0.85, _COPIES, name=_name)(_model)
 
 
 @layout("stacked long token index", 0.84)
@@ -80,31 +110,6 @@ def causal_transformer_in_a_scan(stacked, long, token, index):
         return _block(block, x, functools.partial(_softmax_attention, mask=mask))
 
     return lax.scan(lambda x, block: (layer(x, block), None), x, stacked)[0][:, -1]
-
-
-@layout("blocks2 long token index", 0.85, _COPIES)
-def causal_transformer_of_jitted_layers(blocks, long, token, index):
-    x = jnp.concatenate([long[index], token[:, None]], axis=1)
-    mask = jnp.tril(jnp.ones((S + 1, S + 1), bool))[None, None]
-
-    @jax.jit
-    def layer(block, x, mask):
-        return _block(block, x, functools.partial(_softmax_attention, mask=mask))
-
-    for block in blocks:
-        x = layer(block, x, mask)
-    return x[:, -1]
-
-
-def _hstu_attention(q, k, v, mask=None):
-    weights = jax.nn.silu(jnp.einsum("btnh,bsnh->bnts", q, k)) / (S + 1)
-    weights = weights if mask is None else weights * mask.astype(q.dtype)
-    return jnp.einsum("bnts,bsnh->btnh", weights, v)
-
-
-@layout("blocks2 long token index", 0.85, _COPIES)
-def hstu(blocks, long, token, index):
-    return causal_transformer(blocks, long, token, index, _hstu_attention)
 
 
 # Attention of a candidate to a history, with a bias of the user, and by addition.
