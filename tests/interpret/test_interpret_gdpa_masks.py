@@ -134,6 +134,12 @@ def attend(case: Case, arrays: Any) -> tuple[jax.Array, jax.Array | None]:
     )
 
 
+def check(case: Case) -> None:
+    """Runs a case, interpreted or emulated, and holds its results to the error rule."""
+    arrays = problems_gdpa.make_arrays(case.shape, case.dtype)
+    assert_correct(attend(case, arrays), case, arrays)
+
+
 def assert_correct(results: tuple[jax.Array, jax.Array | None], case: Case, arrays: Any) -> None:
     out, lse = results
     settings = case.settings
@@ -150,11 +156,8 @@ def assert_correct(results: tuple[jax.Array, jax.Array | None], case: Case, arra
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", CASES)
 def test_interpreted_kernel_is_right_and_free_of_races(name, launches) -> None:
-    case = CASES[name]
-    arrays = problems_gdpa.make_arrays(case.shape, case.dtype)
-    results = attend(case, arrays)
+    check(CASES[name])
     launches.assert_no_races(1)
-    assert_correct(results, case, arrays)
 
 
 def test_softmax_of_scores_of_any_size(launches: interpreter.Launches) -> None:
