@@ -107,7 +107,7 @@ def check(case: Case) -> None:
     arrays = gdpa_mask.with_intervals(case.mask.mask, arrays, settings)
     found = gradients(arrays, case)
     d_out = problems_gdpa.cotangent(arrays, settings)
-    _, exact = problems_masks.oracle(arrays, settings, d_out, case.mask.rule)
+    exact = problems_gdpa.numpy_gradients(arrays, settings, d_out, case.mask.rule)
     plain = plain_vjp(arrays, settings, d_out)
     for array, want, rounded in zip(found, exact, plain, strict=True):
         assert array.dtype == case.dtype
