@@ -132,6 +132,13 @@ def new_objects_alone() -> None:
 
 
 @pytest.fixture
+def models_may_promote() -> Iterator[None]:
+    """Models may add arrays of other dtypes and ranks, as people's do."""
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield
+
+
+@pytest.fixture
 def on_cpu() -> Iterator[None]:
     """The CPU is the default device, also on a machine with a GPU."""
     with jax.default_device(jax.devices("cpu")[0]):

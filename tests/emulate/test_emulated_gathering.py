@@ -25,12 +25,9 @@ from ikbo_jax.problems.look_up import LookUpConfig, SegmentSumConfig
 def is_right(monkeypatch, sm90, finish, seed=0) -> bool:
     """Whether results are right if gathering warps end an item's copies by `finish`."""
     monkeypatch.setattr(gathering, "_FINISH", finish)
-    case = few_queries.CASES["listed_bundles"]
-    inputs = case.inputs()
-    with sm90.emulated(seed):
-        results = few_queries.interpret(inputs, case)
     try:
-        few_queries.assert_correct(results, inputs, case)
+        with sm90.emulated(seed):
+            few_queries.check(few_queries.CASES["listed_bundles"], few_queries.interpret)
     except AssertionError:
         return False
     return True
@@ -54,9 +51,8 @@ def test_queries_are_loaded_into_l2_before_they_are_gathered(cache_bytes, monkey
     case = few_queries.Case(
         (1, 0, 5, 2, 1, -3, 0), 40, users=4, q_len=2, heads=(4, 2), lists=True, num_sms=8
     )
-    inputs = case.inputs()
     with sm90.emulated(0):
-        few_queries.assert_correct(few_queries.interpret(inputs, case), inputs, case)
+        few_queries.check(case, few_queries.interpret)
     if cache_bytes:
         assert not lines[1]
         return

@@ -10,7 +10,6 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-import emulator
 import jax.numpy as jnp
 import numpy as np
 import problems_gdpa
@@ -34,93 +33,42 @@ from ikbo_jax.problems import ShortGdpaConfig
 ATTENTION_BACKWARD = attention_backward.CASES | attention_backward.ADDED_BY_LAUNCH
 
 
-def _attention(sm90, case, seed, *, interpret) -> None:
-    inputs = case.inputs()
-    with sm90.emulated(seed):
-        results = interpret(inputs, case)
-    attention.assert_correct(results, inputs, case)
-
-
-def attend_backward(sm90, case, seed, *, num_sms=6, resident=2) -> None:
-    """Runs six thread blocks, two at a time."""
+def check_backward(case: attention_backward.Case, *, num_sms: int = 6) -> None:
+    """Runs the launches of a gradient of attention, and holds it to the error rule."""
     inputs, tensors = attention_backward.make(case)
-    with sm90.emulated(seed, resident=resident):
-        results = attention_backward_kernel(
-            *inputs,
-            *tensors,
-            **case.of_scores,
-            indices_are_sorted=case.shape.index == "sorted",
-            config=case.config,
-            num_sms=num_sms,
-            dtype=case.sum_dtype,
-        )
+    results = attention_backward_kernel(
+        *inputs,
+        *tensors,
+        **case.of_scores,
+        indices_are_sorted=case.shape.index == "sorted",
+        config=case.config,
+        num_sms=num_sms,
+        dtype=case.sum_dtype,
+    )
     attention_backward.assert_correct(results, inputs, tensors, case)
 
 
-def _gdpa(sm90: emulator.Emulator, case: gdpa.Case, seed: int) -> None:
-    arrays = problems_gdpa.make_arrays(case.shape, case.dtype)
-    with sm90.emulated(seed), pytest.MonkeyPatch.context() as patch:
-        out = gdpa.attend(arrays, case, patch)
-    gdpa.assert_correct(out, arrays, case)
-
-
-def _gdpa_masks(sm90: emulator.Emulator, case: gdpa_masks.Case, seed: int) -> None:
-    arrays = problems_gdpa.make_arrays(case.shape, case.dtype)
-    with sm90.emulated(seed):
-        results = gdpa_masks.attend(case, arrays)
-    gdpa_masks.assert_correct(results, case, arrays)
-
-
-def _gdpa_backward(sm90: emulator.Emulator, case: gdpa_backward.Case, seed: int) -> None:
-    arrays = problems_gdpa.make_arrays(case.shape, case.dtype)
-    with sm90.emulated(seed):
-        results = gdpa_backward.gradients(arrays, case)
-    gdpa_backward.assert_correct(results, arrays, case)
-
-
-def _gdpa_backward_masks(sm90, case, seed) -> None:
-    arrays = gdpa_backward_masks.make_arrays(case)
-    with sm90.emulated(seed):
-        results = gdpa_backward_masks.gradients(arrays, case)
-    gdpa_backward_masks.assert_correct(results, arrays, case)
-
-
-def _compress(sm90: emulator.Emulator, case: linear_compression.Case, seed: int) -> None:
-    levels = case.levels()
-    with sm90.emulated(seed):
-        out = linear_compression.interpret(levels, case)
-    linear_compression.assert_correct(out, levels)
-
-
-def _compress_backward(sm90, case, seed) -> None:
-    arrays = case.arrays()
-    with sm90.emulated(seed):
-        found = linear_compression_backward.run(case, arrays)
-    linear_compression_backward.assert_correct(found, arrays, case)
-
-
-def _linear(sm90, case, seed, *, check) -> None:
-    with sm90.emulated(seed):
-        check(case)
-
-
+#: By name: what runs a case and compares its results, and the cases.
 KERNELS: dict[str, tuple[Callable[..., None], dict[str, Any]]] = {
-    "attention": (functools.partial(_attention, interpret=attention.interpret), attention.CASES),
+    "attention": (attention.check, attention.CASES),
     "few_queries": (
-        functools.partial(_attention, interpret=few_queries.interpret),
+        functools.partial(attention.check, interpret=few_queries.interpret),
         few_queries.CASES,
     ),
-    "attention_backward": (attend_backward, ATTENTION_BACKWARD),
-    "gdpa": (_gdpa, gdpa.CASES),
-    "gdpa_masks": (_gdpa_masks, gdpa_masks.CASES),
-    "gdpa_backward": (_gdpa_backward, gdpa_backward.CASES),
-    "gdpa_backward_masks": (_gdpa_backward_masks, gdpa_backward_masks.CASES),
-    "linear_compression": (_compress, linear_compression.CASES),
-    "packed_compression": (_compress, small_compression.PACKED),
-    "resident_compression": (_compress, small_compression.RESIDENT),
-    "linear_compression_backward": (_compress_backward, linear_compression_backward.CASES),
-    "norm_linear": (functools.partial(_linear, check=norm_linear.check), norm_linear.CASES),
-    "gated_linear": (functools.partial(_linear, check=gated_linear.check), gated_linear.CASES),
+    "attention_backward": (check_backward, ATTENTION_BACKWARD),
+    "gdpa": (gdpa.check, gdpa.CASES),
+    "gdpa_masks": (gdpa_masks.check, gdpa_masks.CASES),
+    "gdpa_backward": (gdpa_backward.check, gdpa_backward.CASES),
+    "gdpa_backward_masks": (gdpa_backward_masks.check, gdpa_backward_masks.CASES),
+    "linear_compression": (linear_compression.check, linear_compression.CASES),
+    "packed_compression": (linear_compression.check, small_compression.PACKED),
+    "resident_compression": (linear_compression.check, small_compression.RESIDENT),
+    "linear_compression_backward": (
+        linear_compression_backward.check,
+        linear_compression_backward.CASES,
+    ),
+    "norm_linear": (norm_linear.check, norm_linear.CASES),
+    "gated_linear": (gated_linear.check, gated_linear.CASES),
 }
 #: What the suite runs: every kernel, and every way to store and to add what it computes.
 CHOSEN = {
@@ -213,8 +161,10 @@ RUNS = [
 @pytest.mark.parametrize(("kernel", "name", "seed"), RUNS, ids=[f"{k}-{n}-{s}" for k, n, s in RUNS])
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
 def test_emulated_results_are_right(kernel, name, seed, sm90) -> None:
-    run, cases = KERNELS[kernel]
-    run(sm90, cases[name], seed)
+    """Of the six thread blocks of attention's gradient, two run at a time."""
+    check, cases = KERNELS[kernel]
+    with sm90.emulated(seed, resident=2 if kernel == "attention_backward" else 132):
+        check(cases[name])
     assert sm90.launches
 
 
@@ -227,8 +177,8 @@ def test_emulated_offsets_that_fall_or_reach_outside(bounds, sm90) -> None:
     for bad in ([-5, 2**31 - 1, 3], [300, 20, 10], [7, 7, 7], [90, 20, 130]):
         wild = jnp.asarray(bad, jnp.int32)
         given = arrays._replace(cu_seqlens_q=wild, cu_seqlens_kv=wild)
-        with sm90.emulated(0), pytest.MonkeyPatch.context() as patch:
-            out = gdpa.attend(given, case, patch)
+        with sm90.emulated(0):
+            out = gdpa.attend(given, case)
         rising = jnp.asarray(np.maximum.accumulate(np.clip(bad, 0, 130)), jnp.int32)
         meant = arrays._replace(cu_seqlens_q=rising, cu_seqlens_kv=rising)
         gdpa.assert_correct(out, meant, case)
@@ -240,14 +190,16 @@ def test_emulated_offsets_that_fall_or_reach_outside(bounds, sm90) -> None:
 )
 def test_emulated_ctas_take_items_by_a_counter(name, sms, seed, sm90) -> None:
     """Each item is one CTA's; with 99 SMs, there are at least as many CTAs as items."""
-    _gdpa(sm90, dataclasses.replace(gdpa.CASES[name], num_sms=sms), seed)
+    with sm90.emulated(seed):
+        gdpa.check(dataclasses.replace(gdpa.CASES[name], num_sms=sms))
 
 
 def test_emulated_d_query_of_several_chunks_of_keys(sm90, monkeypatch) -> None:
     """Threads store rows in f32, in the caller's order, and XLA adds them."""
     case = attention_backward.CASES["stored_h128_f16"]
     monkeypatch.setattr(type(case.config), "stored_tiles", lambda *sizes: 1)
-    attend_backward(sm90, case, 0)
+    with sm90.emulated(0, resident=2):
+        check_backward(case)
     assert len(sm90.launches) > 3
 
 

@@ -367,8 +367,3 @@ test_attention_sanitizer = on_gpu.sanitizer_test(SANITIZED)
 def problem_of(shape: Shape) -> AttentionProblem:
     sizes = (shape.candidates, shape.users, shape.q_len, shape.kv_len)
     return AttentionProblem(*sizes, shape.q_heads, shape.kv_heads, shape.head_dim, "bfloat16")
-
-
-def test_attention_configs_here_are_legal():
-    problem = problem_of(DEFAULT)
-    assert [n for n, c in CONFIGS.items() if c.illegal_reason(problem)] == []

@@ -334,13 +334,3 @@ for config in tests.EVERY_CONFIG.values():
 print("FINISHED")
 """
 test_gradients_sanitizer = on_gpu.sanitizer_test(SANITIZED)
-
-
-def test_configs_here_are_legal():
-    illegal = [
-        config.illegal_reason(problem_of(shape, dtype))
-        for shape in SHAPES.values()
-        for config in configs_of(shape).values()
-        for dtype in problems.HALF_DTYPES
-    ]
-    assert set(illegal) == {None}

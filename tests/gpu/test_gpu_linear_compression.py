@@ -15,7 +15,6 @@ import ikbo_jax as ikbo
 from ikbo_jax.pallas.linear_compression.kernel import linear_compression_kernel
 from ikbo_jax.problems import (
     LinearCompressionConfig,
-    LinearCompressionProblem,
     PackedCompressionConfig,
     ResidentCompressionConfig,
 )
@@ -324,9 +323,3 @@ for options in ({}, {"cluster": 2}, {"single_launch": False}, shared, shared | {
 print("FINISHED")
 """
 test_sanitizer = on_gpu.sanitizer_test(SANITIZED)
-
-
-def test_configs_here_are_legal():
-    batches, ks = (DEFAULT.users, DEFAULT.candidates), (DEFAULT.k_user, DEFAULT.k_cand)
-    problem = LinearCompressionProblem(batches, ks, DEFAULT.m, DEFAULT.n, "bfloat16")
-    assert [name for name, c in CONFIGS.items() if c.illegal_reason(problem)] == []

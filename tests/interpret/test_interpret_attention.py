@@ -5,6 +5,7 @@ The interpreter runs one CTA after another.  Memory starts as NaN, reads outside
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -207,6 +208,13 @@ def assert_correct(results, inputs, case, where=...) -> None:
     np.testing.assert_allclose(lse[where], oracle_lse[where], rtol=1e-5, atol=1e-5)
 
 
+def check(case: Any, interpret: Callable[..., Any] = interpret) -> None:
+    """Runs a case, interpreted or emulated, and holds its results to the error rule."""
+    assert case.config.illegal_reason(case.problem) is None
+    inputs = case.inputs()
+    assert_correct(interpret(inputs, case), inputs, case)
+
+
 @pytest.fixture
 def copies(monkeypatch: pytest.MonkeyPatch) -> list[None]:
     """An entry for everything that a kernel brings to shared memory."""
@@ -224,11 +232,8 @@ def copies(monkeypatch: pytest.MonkeyPatch) -> list[None]:
 @pytest.mark.parametrize("name", CASES)
 def test_interpreted_kernel_is_right_and_free_of_races(name, launches, copies) -> None:
     case = CASES[name]
-    assert case.config.illegal_reason(case.problem) is None
-    inputs = case.inputs()
-    results = interpret(inputs, case)
+    check(case)
     launches.assert_no_races(1 + (case.config.one_user and case.users > 1))
-    assert_correct(results, inputs, case)
     assert case.copies in (None, len(copies))
 
 

@@ -288,6 +288,3 @@ def test_interpreted_wrong_promise_of_a_sorted_index_gives_nan(d_query: str) -> 
     unsorted = inputs._replace(cand_to_user=jnp.asarray([1, 0, 1, 0], jnp.int32))
     for result in gradients(unsorted, tensors, case):
         assert np.all(np.isnan(np.asarray(result, np.float32)))
-
-
-# The check itself must be able to fail.

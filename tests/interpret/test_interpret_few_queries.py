@@ -13,7 +13,7 @@ import problems
 import pytest
 from indexed_attention import IndexedAttention
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from test_interpret_attention import assert_correct, packed
+from test_interpret_attention import check, packed
 
 from ikbo_jax.pallas.few_queries import consumer, gathering, kernel, listing
 from ikbo_jax.pallas.few_queries.kernel import few_queries_kernel
@@ -347,12 +347,8 @@ def interpret(inputs: problems.AttentionInputs, case: Case) -> tuple[jax.Array, 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", CASES)
 def test_interpreted_kernel_is_right_and_free_of_races(name, launches) -> None:
-    case = CASES[name]
-    assert case.config.illegal_reason(case.problem) is None
-    inputs = case.inputs()
-    results = interpret(inputs, case)
+    check(CASES[name], interpret)
     launches.assert_no_races(1)
-    assert_correct(results, inputs, case)
 
 
 @pytest.mark.parametrize(("bundle", "listings"), [(1, 20), (2, 10), (4, 5)])
@@ -366,10 +362,8 @@ def test_a_bundle_is_listed_once(bundle, listings, monkeypatch, launches) -> Non
 
     monkeypatch.setattr(listing, "find", counted)
     case = Case((0, 1, *(2,) * 130), 20, users=3, heads=(4, 4), lists=True, bundle=bundle)
-    inputs = case.inputs()
-    results = interpret(inputs, case)
+    check(case, interpret)
     launches.assert_no_races(1)
-    assert_correct(results, inputs, case)
     jax.effects_barrier()
     assert len(found) == 2 * listings  # both consumers list
 

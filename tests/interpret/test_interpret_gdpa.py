@@ -192,21 +192,21 @@ CASES = {
 }
 
 
-def attend(arrays: Arrays, case: Case, monkeypatch: pytest.MonkeyPatch) -> jax.Array:
+def attend(arrays: Arrays, case: Case) -> jax.Array:
     """`ikbo.gdpa`, down to its interpreted kernel."""
-    monkeypatch.setattr(dispatch, "hopper_unavailable_reason", lambda: None)
-    monkeypatch.setattr(dispatch, "num_sms", lambda: case.num_sms)
-    # `test_emulated_tiles` runs the kernel that makes the list.
-    monkeypatch.setattr(gdpa, "query_tiles", by_xla.query_tiles)
     op._OP.jitted.clear_cache()
-    settings = case.settings
-    out = ikbo.gdpa(
-        *arrays[:5],
-        q_to_kv=arrays.q_to_kv,
-        **settings.options,
-        implementation="mosaic_gpu",
-        config=case.config,
-    )
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(dispatch, "hopper_unavailable_reason", lambda: None)
+        patched.setattr(dispatch, "num_sms", lambda: case.num_sms)
+        # `test_emulated_tiles` runs the kernel that makes the list.
+        patched.setattr(gdpa, "query_tiles", by_xla.query_tiles)
+        out = ikbo.gdpa(
+            *arrays[:5],
+            q_to_kv=arrays.q_to_kv,
+            **case.settings.options,
+            implementation="mosaic_gpu",
+            config=case.config,
+        )
     op._OP.jitted.clear_cache()
     return jax.block_until_ready(out)
 
@@ -225,14 +225,17 @@ def assert_correct(out: Any, arrays: Arrays, case: Case) -> None:
     problems.assert_within_error_rule(out, oracle, plain)
 
 
+def check(case: Case) -> None:
+    """Runs a case, interpreted or emulated, and holds its result to the error rule."""
+    arrays = problems_gdpa.make_arrays(case.shape, case.dtype)
+    assert_correct(attend(arrays, case), arrays, case)
+
+
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", CASES)
-def test_interpreted_kernel_is_right_and_free_of_races(name, launches, monkeypatch) -> None:
-    case = CASES[name]
-    arrays = problems_gdpa.make_arrays(case.shape, case.dtype)
-    out = attend(arrays, case, monkeypatch)
+def test_interpreted_kernel_is_right_and_free_of_races(name, launches) -> None:
+    check(CASES[name])
     launches.assert_no_races(1)
-    assert_correct(out, arrays, case)
 
 
 def test_interpreted_trial_of_the_autotuner(launches, monkeypatch) -> None:
@@ -258,7 +261,7 @@ def test_interpreted_trial_of_the_autotuner(launches, monkeypatch) -> None:
     ids=["long", "short", "short_softmax"],
 )
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
-def test_interpreted_nan_of_one_sequence_stays_there(activation, config, launches, monkeypatch):
+def test_interpreted_nan_of_one_sequence_stays_there(activation, config, launches) -> None:
     """Blocks of the sequences beside it, and tiles, reach into it; an index says which queries meet
     which keys."""
     shape = of((3, 66, 0, 2, 4), (40, 5, 100), q_to_kv=(2, 1, 2, 2, 0))
@@ -269,7 +272,7 @@ def test_interpreted_nan_of_one_sequence_stays_there(activation, config, launche
     spoiled = clean._replace(
         query=jnp.asarray(query), key=jnp.asarray(key), value=jnp.asarray(value)
     )
-    out = np.array(attend(spoiled, case, monkeypatch))
+    out = np.array(attend(spoiled, case))
     launches.assert_no_races(1)
     assert np.all(np.isnan(out[3:69].astype(np.float32)))
     query[3:69] = out[3:69] = value[40:45] = 0
@@ -350,4 +353,4 @@ def test_interpreted_block_zeroed_too_late_is_found(launches, monkeypatch) -> No
     monkeypatch.setattr(gdpa_consumer, "_await_block", swapped)
     case = Case(of((128,) * 4, (33,) * 4))
     arrays = problems_gdpa.make_arrays(case.shape)
-    planted.assert_found(lambda: attend(arrays, case, monkeypatch), launches)
+    planted.assert_found(lambda: attend(arrays, case), launches)

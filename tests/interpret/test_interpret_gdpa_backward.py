@@ -156,17 +156,20 @@ def assert_correct(actual, arrays, case, where=(..., ..., ...)) -> None:
         problems.assert_within_error_rule(actually[rows], want[rows], plainly[rows])
 
 
+def check(case: Case) -> None:
+    """Runs a case, interpreted or emulated, and holds its gradients to the error rule."""
+    arrays = problems_gdpa.make_arrays(case.shape, case.dtype)
+    problem = gdpa._OP.problem(gdpa._Call(None, case.settings), arrays)
+    assert gdpa_backward.illegal_reason(problem) is None
+    assert_correct(gradients(arrays, case), arrays, case)
+
+
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
 def test_interpreted_gradients_are_right_and_free_of_races(name, launches) -> None:
     """Rows of no sequence are NaN."""
-    case = CASES[name]
-    arrays = problems_gdpa.make_arrays(case.shape, case.dtype)
-    problem = gdpa._OP.problem(gdpa._Call(None, case.settings), arrays)
-    assert gdpa_backward.illegal_reason(problem) is None
-    results = gradients(arrays, case)
+    check(CASES[name])
     launches.assert_no_races(2)
-    assert_correct(results, arrays, case)
 
 
 @pytest.mark.parametrize("activation", ["relu", "softmax"])

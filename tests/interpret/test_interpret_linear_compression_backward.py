@@ -105,14 +105,17 @@ def assert_correct(found: Gradients, arrays: Sequence[Any], case: Case) -> None:
     jax.tree.map(problems.assert_within_error_rule, rounded, expected, plain)
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_interpreted_gradients_are_right_and_free_of_races(name, launches) -> None:
-    case = CASES[name]
+def check(case: Case) -> None:
+    """Runs a case, interpreted or emulated, and holds its gradients to the error rule."""
     assert case.config.illegal_reason(case.problem) is None
     arrays = case.arrays()
-    found = run(case, arrays)
-    launches.assert_no_races(case.launches)
-    assert_correct(found, arrays, case)
+    assert_correct(run(case, arrays), arrays, case)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_interpreted_gradients_are_right_and_free_of_races(name, launches) -> None:
+    check(CASES[name])
+    launches.assert_no_races(CASES[name].launches)
 
 
 # Infinity times the zeros that pad M is NaN, in columns that are not stored.

@@ -169,23 +169,36 @@ def test_value_and_gradients_are_within_the_error_rule(name: str, dtype: str) ->
         jax.tree.map(problems.assert_within_error_rule, actual, exact, plain)
 
 
-def test_memory_of_the_gradient_holds_neither_copies_nor_all_scores() -> None:
-    """At sizes as they are in earnest: compiled, never run. The value's is the reference's."""
-    batch, users, q_len, kv_len, heads, width = 2048, 32, 64, 4096, 2, 128
-    query = jax.ShapeDtypeStruct((batch, q_len, heads, width), jnp.bfloat16)
-    keys = jax.ShapeDtypeStruct((users, kv_len, heads, width), jnp.bfloat16)
-    index = jax.ShapeDtypeStruct((batch,), jnp.int32)
+@pytest.mark.parametrize("differentiate", [False, True], ids=["value", "gradient"])
+@pytest.mark.parametrize("users", [32, 2048])
+def test_memory_holds_neither_copies_nor_all_scores(users: int, differentiate: bool) -> None:
+    """At sizes as they are in earnest: compiled, never run."""
+    batch, q_len, kv_len, heads, width = 2048, 64, 4096, 2, 128
+    array = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.bfloat16)
+    query, keys = array((batch, q_len, heads, width)), array((users, kv_len, heads, width))
+    index, lengths = (jax.ShapeDtypeStruct((rows,), jnp.int32) for rows in (batch, users))
 
-    def run(query, key, value, index):
+    def bytes_of(run) -> int:
         def total(*arrays):
-            return jnp.sum(ikbo.attention(*arrays, index, implementation="xla"), dtype=jnp.float32)
+            return jnp.sum(run(*arrays), dtype=jnp.float32)
 
-        return jax.grad(total, argnums=(0, 1, 2))(query, key, value)
+        fn = jax.grad(total, (0, 1, 2)) if differentiate else run
+        compiled = jax.jit(fn).lower(query, keys, keys, index, lengths).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
 
-    analysis = jax.jit(run).lower(query, keys, keys, index).compile().memory_analysis()
+    def op(query, key, value, index, lengths):
+        options = {"key_value_seq_lengths": lengths, "implementation": "xla"}
+        return ikbo.attention(query, key, value, index, **options)
+
+    def copies(*arrays):
+        return oracle_attention.same_dtype_attention(*arrays, scale=SCALE)[0]
+
     scores_bytes = 4 * batch * q_len * heads * kv_len
     copies_bytes = 2 * 2 * batch * kv_len * heads * width
-    assert analysis.temp_size_in_bytes < min(scores_bytes, copies_bytes) / 4
+    # Sums of the gradients of the users' keys and values are f32.
+    of_sums = 2 * 4 * users * kv_len * heads * width if differentiate else 0
+    assert bytes_of(op) - of_sums < min(scores_bytes / 4, copies_bytes / 8)
+    assert users == batch or bytes_of(copies) > copies_bytes
 
 
 # Merging.

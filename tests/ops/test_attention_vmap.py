@@ -78,6 +78,34 @@ def axes_of(combination: tuple[bool, ...]) -> tuple[int | None, ...]:
     return tuple(0 if b else None for b in combination)
 
 
+def check_gradients(
+    loss: Any, arrays: tuple, axes: tuple, each: list[Any], tolerance: float
+) -> Any:
+    """Compares the gradients of a vmap, and of the sum of its results, with those of each problem.
+
+    Args:
+      loss: of floating-point arrays and of integers.
+      arrays: both, with the problems on a leading axis where `axes` has a 0.
+      axes: of `arrays`, for `jax.vmap`.
+      each: the exact gradients of every problem by the floating-point arrays.
+      tolerance: absolute and relative.
+    """
+
+    def total(*arrays: Any) -> jax.Array:
+        return jax.vmap(loss, axes)(*arrays).sum()
+
+    def run(*arrays: Any) -> Any:
+        return jax.vmap(jax.grad(loss), axes)(*arrays), jax.grad(total)(*arrays)
+
+    found = jax.jit(run)(*arrays)
+    mapped = jax.tree.map(lambda *x: np.stack(x), *each)
+    summed = tuple(x if axis == 0 else x.sum(0) for x, axis in zip(mapped, axes[0], strict=True))
+    for gradients, expected in zip(found, (mapped, summed), strict=True):
+        chex.assert_trees_all_equal_dtypes(tuple(gradients), tuple(arrays[0]))
+        gradients, expected = (jax.tree.map(np.float32, tuple(x)) for x in (gradients, expected))
+        chex.assert_trees_all_close(gradients, expected, atol=tolerance, rtol=tolerance)
+
+
 def runs_of(fake_attention) -> list[dict[str, Any]]:
     """The calls that ran: a vmap traces the problem for one as well."""
     return [call for call in fake_attention.calls if "is_sorted" in call]
@@ -136,27 +164,9 @@ def test_gradient_of_vmap_and_vmap_of_gradient(request, combination, kernel: boo
         finite = jnp.where(lse == -jnp.inf, 0.0, lse)
         return jnp.sum(jnp.sin(out.astype(jnp.float32))) + jnp.sum(jnp.cos(finite))
 
-    both_axes = (axes[:3], axes[3:])
-
-    def total(arrays, integers):
-        return jax.vmap(loss, both_axes)(arrays, integers).sum()
-
-    @jax.jit
-    def run(arrays, integers):
-        vmap_of_gradient = jax.vmap(jax.grad(loss), both_axes)(arrays, integers)
-        return vmap_of_gradient, jax.grad(total)(arrays, integers)
-
-    vmap_of_gradient, gradient_of_vmap = run(inputs[:3], inputs[3:])
-    loop = [exact_gradients(problem_at(inputs, combination, i)) for i in range(SIZE)]
-    dtype = inputs.query.dtype
-    expected = jax.tree.map(lambda *x: np.stack(x).astype(dtype), *loop)
-    tolerance = 0.03 if kernel else 1e-5
-    chex.assert_trees_all_close(vmap_of_gradient, expected, atol=tolerance, rtol=tolerance)
-    summed = tuple(
-        x if b else x.astype(np.float32).sum(0).astype(x.dtype)
-        for x, b in zip(expected, combination, strict=False)
-    )
-    chex.assert_trees_all_close(gradient_of_vmap, summed, atol=tolerance, rtol=tolerance)
+    each = [exact_gradients(problem_at(inputs, combination, i)) for i in range(SIZE)]
+    both = (inputs[:3], inputs[3:]), (axes[:3], axes[3:])
+    check_gradients(loss, *both, each, 0.03 if kernel else 1e-5)
     # All problems are one launch, whatever they share.
     if fake is not None:
         launched = {call["query"] for call in fake.backward_calls}

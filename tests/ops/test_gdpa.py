@@ -125,10 +125,7 @@ def test_second_derivatives(name: str) -> None:
     if name == "grouped_heads":
         names = ("gelu",) * shape.q_heads
     settings = problems_gdpa.make_settings(shape, names)
-
-    def plain(x):
-        return problems_gdpa.same_dtype_gdpa(x, settings)
-
+    plain = functools.partial(problems_gdpa.same_dtype_gdpa, settings=settings)
     runs = functools.partial(attend, activation=names), plain
     ours, theirs = (problems_gdpa.second_derivatives(run, arrays) for run in runs)
     chex.assert_trees_all_close(ours, theirs, atol=1e-4, rtol=1e-4)
@@ -161,44 +158,34 @@ def test_second_derivatives_at_a_kink() -> None:
         chex.assert_trees_all_close(found, expected, atol=1e-4)
 
 
-def test_sequences_may_be_sharded(on_cpu) -> None:
-    """Queries of candidates are split, the requests' keys and values are whole."""
-    shape = Shape((3, 5, 4, 4), (6, 2), 2, 2, 8, (0, 1, 1, 0))
-    arrays = problems_gdpa.make_arrays(shape, "float32")
-    # Two shards of two sequences, each with offsets of its own.
-    cu_q = np.asarray([0, 3, 8, 0, 4, 8], np.int32)
-    arrays = arrays._replace(cu_seqlens_q=cu_q)
-    split, whole = jax.sharding.PartitionSpec("shard"), jax.sharding.PartitionSpec()
-    sharded = jax.shard_map(
-        functools.partial(attend, activation=("softmax", "silu")),
-        mesh=jax.sharding.Mesh(jax.devices("cpu")[:2], ("shard",)),
-        in_specs=(Arrays(split, whole, whole, split, whole, split),),
-        out_specs=split,
-    )
-    one = arrays._replace(cu_seqlens_q=problems_gdpa.offsets(shape.q_lens))
-    settings = problems_gdpa.make_settings(shape, ("softmax", "silu"))
-    d_out = problems_gdpa.cotangent(arrays, settings)
-    found = jax.jit(lambda x: value_and_gradients(sharded, x, d_out))(arrays)
-    exact = jax.tree.map(np.float32, problems_gdpa.exactly(one, settings, d_out))
-    chex.assert_trees_all_close(found, exact, atol=ATOL)
-
-
-def test_memory_holds_no_more_than_a_step() -> None:
+@pytest.mark.parametrize("is_pma", [False, True], ids=["self", "pma"])
+def test_memory_holds_no_more_than_a_step(is_pma: bool) -> None:
     """At sizes as they are in earnest: compiled, never run."""
-    batch, longest, heads, width = 1152, 1024, 4, 128
-    array = jax.ShapeDtypeStruct((batch * longest, heads, width), jnp.bfloat16)
+    batch, longest, heads, width = 1152, 512, 4, 128
+    rows, seeds = batch * longest, 32
+    array = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.bfloat16)
+    query, keys = array((seeds if is_pma else rows, heads, width)), array((rows, heads, width))
     offsets = jax.ShapeDtypeStruct((batch + 1,), jnp.int32)
 
-    def run(query, key, value, cu):
-        def total(*x):
-            return jnp.sum(ikbo.gdpa(*x, cu, cu, implementation="xla"), dtype=jnp.float32)
+    def value(query, key, value, cu):
+        options = {"activation": "softmax", "broadcast_q": is_pma, "implementation": "xla"}
+        return ikbo.gdpa(query, key, value, None if is_pma else cu, cu, **options)
 
-        return jax.grad(total, argnums=(0, 1, 2))(query, key, value)
+    def total(*arrays):
+        return jnp.sum(value(*arrays), dtype=jnp.float32)
 
-    analysis = jax.jit(run).lower(array, array, array, offsets).compile().memory_analysis()
-    # Beside the step's, there are out and its cotangent, 1.2 GB each.
-    scores_bytes = 4 * batch * longest * longest * heads
-    assert analysis.temp_size_in_bytes < scores_bytes / 6
+    of_value, of_gradient = (
+        jax.jit(fn).lower(query, keys, keys, offsets).compile().memory_analysis()
+        for fn in (value, jax.grad(total, (0, 1, 2)))
+    )
+    # Scores, weights and their gradients, and the rows of a step in the inputs' dtype and f32.
+    step = 4 * 4 * gdpa_chunked.MAX_SCORES + 24 * gdpa_chunked.MAX_ELEMENTS
+    assert of_value.temp_size_in_bytes < step
+    rowwise = 2 * 4 * (batch * seeds if is_pma else rows) * heads
+    # The gradients of all sequences' copies of the broadcast queries, in f32.
+    rowwise += 4 * batch * seeds * heads * width if is_pma else 0
+    assert of_gradient.temp_size_in_bytes < step + rowwise + 2 * 2 * rows * heads * width
+    assert step < 4 * batch * longest * longest * heads / 5
 
 
 # Which path runs.

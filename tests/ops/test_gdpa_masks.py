@@ -28,29 +28,13 @@ ATOL = 1e-5
 
 
 def assert_exact(found: tuple, arrays: Arrays, case: problems_masks.Case, d_out: Any) -> None:
-    settings = settings_of(arrays)
-    exact = problems_masks.oracle(arrays, settings, d_out, case.rule)
+    exact = problems_gdpa.exactly(arrays, settings_of(arrays), d_out, case.rule)
     chex.assert_trees_all_close(found, jax.tree.map(np.float32, exact), atol=ATOL)
 
 
 def settings_of(arrays: Arrays) -> Settings:
     scales = {"scale": problems_gdpa.SCALE, "output_scale": problems_gdpa.OUTPUT_SCALE}
     return Settings(ACTIVATIONS, broadcast_q=arrays.cu_seqlens_q is None, **scales)
-
-
-def plain(arrays: Arrays, seen: np.ndarray) -> jax.Array:
-    """Self-attention in the inputs' dtype: all scores at once, weights rounded to the dtype."""
-    query, key, value = (jnp.nan_to_num(x) for x in arrays[:3])
-    key, value = (jnp.repeat(x, query.shape[1] // x.shape[1], axis=1) for x in (key, value))
-    scores = jnp.einsum("inh,jnh->nij", query, key, preferred_element_type=jnp.float32)
-    scores = scores * jnp.float32(problems_gdpa.SCALE)
-    some = jnp.any(seen, axis=1, keepdims=True)
-    weights = jnp.stack(
-        [jax.nn.silu(scores[0]), jax.nn.softmax(jnp.where(seen | ~some, scores[1], -jnp.inf))]
-    )
-    weights = jnp.where(seen, weights, 0).astype(query.dtype)
-    out = jnp.einsum("nij,jnh->inh", weights, value, preferred_element_type=jnp.float32)
-    return (out * jnp.float32(problems_gdpa.OUTPUT_SCALE)).astype(query.dtype)
 
 
 @pytest.mark.slow
@@ -62,17 +46,13 @@ def test_half_precision_is_within_the_error_rule(name: str, dtype: str) -> None:
     arrays, case = problems_gdpa.make_arrays(SELF, dtype), problems_masks.cases(SELF)[name]
     settings = settings_of(arrays)
     d_out = problems_gdpa.cotangent(arrays, settings)
-    seen = np.zeros((21, 21), bool)
-    for number, length in enumerate(SELF.q_lens):
-        begin = 1 + sum(SELF.q_lens[:number])
-        part = slice(begin, begin + length)
-        seen[part, part] = case.rule(number, length, length)
+    seen = problems_gdpa.seen_pairs(arrays, settings, case.rule)
     ours = functools.partial(attend, mask=case.mask, activation=ACTIVATIONS)
-    theirs = functools.partial(plain, seen=seen)
+    theirs = functools.partial(problems_gdpa.same_dtype_gdpa, settings=settings, visible=seen)
     found, other = jax.jit(lambda x: [value_and_gradients(f, x, d_out) for f in (ours, theirs)])(
         arrays
     )
-    exact = problems_masks.oracle(arrays, settings, d_out, case.rule)
+    exact = problems_gdpa.exactly(arrays, settings, d_out, case.rule)
     jax.tree.map(problems.assert_within_error_rule, found, exact, other)
 
 
@@ -132,15 +112,11 @@ def test_other_targets_retrace_nothing_and_other_numbers_do() -> None:
 @pytest.mark.slow
 def test_second_derivatives() -> None:
     arrays = problems_gdpa.make_arrays(SELF._replace(before=0, after=0), "float32")
-    mask = masks.hstu(np.asarray([2, 0, 3, 1], np.int32), contextual=1)
-    seen = np.zeros((18, 18), bool)
-    for begin, length, targets in (0, 6, 2), (6, 9, 3), (15, 3, 1):
-        part = slice(begin, begin + length)
-        seen[part, part] = problems_masks.sees(length, length, targets, 1)
-
+    settings, case = settings_of(arrays), problems_masks.hstu_case((2, 0, 3, 1), 1)
+    seen = problems_gdpa.seen_pairs(arrays, settings, case.rule)
     runs = (
-        functools.partial(attend, mask=mask, activation=ACTIVATIONS),
-        functools.partial(plain, seen=seen),
+        functools.partial(attend, mask=case.mask, activation=ACTIVATIONS),
+        functools.partial(problems_gdpa.same_dtype_gdpa, settings=settings, visible=seen),
     )
     ours, theirs = (problems_gdpa.second_derivatives(run, arrays) for run in runs)
     chex.assert_trees_all_close(ours, theirs, atol=1e-4)

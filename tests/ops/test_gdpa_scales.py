@@ -136,17 +136,12 @@ def test_vmap_over_scales() -> None:
 @pytest.mark.slow
 def test_second_derivatives_of_capped_scores() -> None:
     arrays = problems_gdpa.make_arrays(SHAPES["pooled"], "float32")
-
-    def plain(arrays: Arrays) -> jax.Array:
-        def one(keys: jax.Array, values: jax.Array) -> jax.Array:
-            scores = 0.6 * jnp.tanh(0.3 * jnp.einsum("inh,jnh->nij", arrays.query, keys) / 0.6)
-            weights = jnp.stack([jax.nn.silu(scores[0]), jax.nn.softmax(scores[1])])
-            return jnp.einsum("nij,jnh->inh", weights, values)
-
-        parts = slice(0, 6), slice(6, 8)
-        return jnp.concatenate([one(arrays.key[x], arrays.value[x]) for x in parts])
-
-    runs = functools.partial(attend, scales=1.0, logit_cap=0.6), plain
+    options = {"output_scale": 1.0, "logit_cap": 0.6}
+    settings = problems_gdpa.make_settings(SHAPES["pooled"], ACTIVATIONS, **options)
+    runs = (
+        functools.partial(attend, scales=1.0, logit_cap=0.6),
+        functools.partial(problems_gdpa.same_dtype_gdpa, settings=settings),
+    )
     ours, theirs = (problems_gdpa.second_derivatives(run, arrays) for run in runs)
     chex.assert_trees_all_close(ours, theirs, atol=1e-4)
 

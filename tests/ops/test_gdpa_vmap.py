@@ -9,6 +9,7 @@ import numpy as np
 import problems_gdpa
 import pytest
 from problems_gdpa import Shape
+from test_attention_vmap import check_gradients
 
 import ikbo_jax as ikbo
 from ikbo_jax.reference.gdpa import Arrays, Settings
@@ -95,27 +96,13 @@ def test_equals_a_loop(name: str) -> None:
 @pytest.mark.parametrize("name", ["shared_kv", "values_alone"])
 def test_gradient_of_vmap_and_vmap_of_gradient(name: str) -> None:
     arrays, axes = stacked(*KINDS[name])
-    both_axes = (tuple(axes[:3]), tuple(axes[3:]))
-
-    def total(floats: tuple, integers: tuple) -> jax.Array:
-        return jax.vmap(loss, both_axes)(floats, integers).sum()
-
-    @jax.jit
-    def run(floats: tuple, integers: tuple) -> tuple[Any, Any]:
-        mapped = jax.vmap(jax.grad(loss), both_axes)(floats, integers)
-        return mapped, jax.grad(total)(floats, integers)
-
     each = []
     for i in range(SIZE):
         one = tamed(problem_at(arrays, axes, i))
         d_out = np.cos(problems_gdpa.numpy_oracle(one, settings_of(one)))
         each.append(problems_gdpa.numpy_gradients(one, settings_of(one), d_out))
-    each = jax.tree.map(np.float32, each)
-    expected = jax.tree.map(lambda *x: np.stack(x), *each)
-    mapped, gradient_of_sum = run(tuple(arrays[:3]), tuple(arrays[3:]))
-    chex.assert_trees_all_close(mapped, expected, atol=1e-5)
-    summed = tuple(x if a == 0 else x.sum(0) for x, a in zip(expected, axes[:3], strict=True))
-    chex.assert_trees_all_close(gradient_of_sum, summed, atol=1e-5)
+    both = [(tuple(x[:3]), tuple(x[3:])) for x in (arrays, axes)]
+    check_gradients(loss, *both, each, 1e-5)
 
 
 @pytest.mark.parametrize("name", KINDS)

@@ -7,6 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import test_attention_arguments as of_attention
+import test_gdpa_arguments as of_gdpa
+import test_linear_compression_arguments as of_compression
 from jax.experimental import checkify
 from refusals import ones
 
@@ -18,46 +21,19 @@ INDEX = np.zeros(7, np.int32)
 OFFSETS = np.array([0, 3, 5], np.int32)
 #: Every op with its arrays, by name; the integers among them are last.
 OPS: dict[str, tuple[Any, dict[str, Any]]] = {
-    "attention": (
-        ikbo.attention,
-        {
-            "query": ones(7, 2, 4, 8),
-            "key": ones(3, 5, 2, 8),
-            "value": ones(3, 5, 2, 8),
-            "cand_to_user": INDEX,
-        },
-    ),
-    "linear_compression": (
-        ikbo.linear_compression,
-        {
-            "w_cand": ones(4, 5),
-            "w_user": ones(4, 6),
-            "e_cand": ones(7, 5, 8),
-            "e_user": ones(3, 6, 8),
-            "cand_to_user": INDEX,
-        },
-    ),
-    "gdpa": (
-        ikbo.gdpa,
-        {
-            "query": ones(5, 2, 8),
-            "key": ones(5, 2, 8),
-            "value": ones(5, 2, 8),
-            "cu_seqlens_q": OFFSETS,
-            "cu_seqlens_kv": OFFSETS,
-        },
-    ),
+    "attention": (ikbo.attention, of_attention.ARRAYS),
+    "linear_compression": (ikbo.linear_compression, of_compression.ARRAYS),
+    "gdpa": (ikbo.gdpa, of_gdpa.ARRAYS),
     "look_up": (ikbo.look_up, {"user": ones(3, 8), "cand_to_user": INDEX}),
     "segment_sum": (
         lambda values, cand_to_user: ikbo.segment_sum(values, cand_to_user, 3),
         {"values": ones(7, 8), "cand_to_user": INDEX},
     ),
 }
-OPS["dot_product_attention"] = (ikbo.dot_product_attention, OPS["attention"][1])
+OPS["dot_product_attention"] = (ikbo.dot_product_attention, of_attention.ARRAYS)
 OPS["merge_attention"] = (
     ikbo.merge_attention,
-    {f"out{i}": ones(7, 2, 4, 8) for i in (1, 2)}
-    | {f"lse{i}": ones(7, 2, 4, dtype=np.float32) for i in (1, 2)},
+    {f"out{i}": of_attention.OUT for i in (1, 2)} | {f"lse{i}": of_attention.LSE for i in (1, 2)},
 )
 OPS["multilevel_linear_compression"] = (
     lambda **a: ikbo.multilevel_linear_compression(
@@ -86,33 +62,33 @@ CACHE = HstuCache(ones(5, 2, 4), ones(5, 2, 4), OFFSETS)
 ALL = OPS | {
     "attention_pages": (
         ikbo.attention,
-        OPS["attention"][1]
+        of_attention.ARRAYS
         | {"key_value_seq_lengths": LENGTHS, "page_table": np.zeros((3, 2), np.int32)},
     ),
     "attention_self": (
         ikbo.attention,
-        OPS["attention"][1]
+        of_attention.ARRAYS
         | {"key_value_ranges": np.zeros((7, 2), np.int32)}
         | {"self_key": ones(7, 2, 2, 8), "self_value": ones(7, 2, 2, 8)},
     ),
     "attention_biased": (
         ikbo.attention,
-        OPS["attention"][1] | {"bias": ones(3, 1, 1, 5, dtype=np.float32)},
+        of_attention.ARRAYS | {"bias": ones(3, 1, 1, 5, dtype=np.float32)},
     ),
     "dot_product_attention_masked": (
         ikbo.dot_product_attention,
-        OPS["attention"][1]
+        of_attention.ARRAYS
         | {"bias": ones(3, 1, 1, 5, dtype=np.float32), "mask": ones(3, 1, 1, 5, dtype=bool)}
         | {"query_seq_lengths": INDEX, "key_value_seq_lengths": LENGTHS},
     ),
     "gdpa_of_users": (
         ikbo.gdpa,
-        OPS["gdpa"][1]
+        of_gdpa.ARRAYS
         | {"q_to_kv": np.zeros(2, np.int32), "output_scale": ones(2, dtype=np.float32)},
     ),
     "gdpa_masked": (
         lambda num_targets, **arrays: ikbo.gdpa(**arrays, mask=ikbo.masks.hstu(num_targets)),
-        OPS["gdpa"][1] | {"num_targets": np.ones(2, np.int32)},
+        of_gdpa.ARRAYS | {"num_targets": np.ones(2, np.int32)},
     ),
     "gated_residual": (
         ikbo.gated_linear,
@@ -135,7 +111,7 @@ ALL = OPS | {
         lambda e_user, e_cand, cand_to_user, **params: functional.compress(
             params, e_user, e_cand, cand_to_user
         ),
-        OPS["linear_compression"][1],
+        of_compression.ARRAYS,
     ),
     "look_up_layer": (
         lambda table, index: functional.look_up({"table": table}, index),
@@ -231,138 +207,137 @@ def test_numpy_s_sizes_are_welcome() -> None:
     ikbo.debug.check_offsets(OFFSETS, np.int32(5), np.int32(3))
 
 
-#: For each check: its array, its other arguments, and what it raises.
-BAD = {
+def check_targets(both: Any) -> None:
+    """Checks three sequences' offsets, of ten rows, with the targets behind them."""
+    check_offsets(both[:4], 10, num_targets=both[4:])
+
+
+#: For each check: its array, its other arguments, and what it raises, or None.
+CHECKED: dict[Any, list[tuple[list[Any], tuple[Any, ...], str | None]]] = {
     check_index: [
         ([3, 0, 1, 2], (3,), "cand_to_user[0] is 3, outside [0, 3); 1 of 4"),
         ([2, 0, 1, -1], (3,), "cand_to_user[3] is -1, outside [0, 3); 1 of 4"),
         ([2, 0, 2**31 - 1], (3,), "cand_to_user[2] is 2147483647, outside [0, 3); 1 of 3"),
         ([2, -(2**31)], (3,), "cand_to_user[1] is -2147483648, outside [0, 3); 1 of 2"),
         ([[0, 1], [9, -4]], (3,), "cand_to_user[1, 0] is 9, outside [0, 3); 2 of 4"),
-        ([0, 0], (0,), "cand_to_user[0] is 0, outside [0, 0)"),
+        ([0, 0], (0,), "cand_to_user[0] is 0, outside [0, 0); 2 of 2"),
         ([3, 0], (3, "q_to_kv"), "q_to_kv[0] is 3, outside [0, 3); 1 of 2"),
+        ([2, 0, 1, 2], (3,), None),
+        ([], (0,), None),
+        ([0], (1,), None),
     ],
     check_lengths: [
         ([9, 0], (8,), "key_value_seq_lengths[0] is 9, outside [0, 8]; 1 of 2 lengths"),
         ([8, 2**31 - 1], (8,), "key_value_seq_lengths[1] is 2147483647, outside [0, 8]; 1 of 2 le"),
         ([8, 0, -1], (8,), "key_value_seq_lengths[2] is -1, outside [0, 8]; 1 of 3 lengths"),
         ([8, -(2**31)], (8,), "key_value_seq_lengths[1] is -2147483648, outside [0, 8]; 1 of 2 le"),
+        ([8, 0, 1, 7], (8,), None),
     ],
     check_offsets: [
         ([0, 3, 13], (12, None, "cu"), "cu[2] is 13, outside [0, 12]; 1 of 3 offsets"),
-        ([-1, 3, 12], (12, None, "cu"), "cu[0] is -1, outside [0, 12]"),
+        ([-1, 3, 12], (12, None, "cu"), "cu[0] is -1, outside [0, 12]; 1 of 3 offsets"),
         ([0, 3, 1, 12], (12, None, "cu"), "cu decreases from 3 to 1 in sequence 1; 1 of 3 lengths"),
+        ([0, 3, 1, 2, 12], (12, 7), "cu_seqlens decreases from 3 to 1 in sequence 1; 1 of 4"),
         ([0, 3, 3, 10], (12, 6, "cu"), "sequence 2 of cu has 7 rows, but max_seqlen is 6; 1 of 3"),
+        ([0, 0, 9, 12], (12, 7), "sequence 1 of cu_seqlens has 9 rows, but max_seqlen is 7; 1 of"),
+        *(
+            (values, (values[-1], max_seqlen), None)
+            for values in ([0, 3, 3, 10, 12], [0])
+            for max_seqlen in (None, 7, 2**31)
+        ),
+    ],
+    check_targets: [
+        ([0, 3, 3, 10, 3, 0, 7], (), None),
+        ([0, 3, 3, 10, 3, 1, 7], (), "sequence 1 of cu_seqlens has 0 rows but 1 targets; 1 of 3"),
+        (
+            [0, 3, 3, 10, 3, 0, 2**31 - 1],
+            (),
+            "sequence 2 of cu_seqlens has 7 rows but 2147483647 targets; 1 of 3 sequences",
+        ),
+        ([0, 3, 3, 10, -1, 0, 7], (), "num_targets[0] is -1, outside [0, 2147483647]; 1 of 3"),
     ],
 }
-GOOD = [
-    (check_index, [2, 0, 1, 2], (3,)),
-    (check_index, [], (0,)),
-    (check_index, [0], (1,)),
-    (check_lengths, [8, 0, 1, 7], (8,)),
-    *(
-        (check_offsets, values, (values[-1], max_seqlen))
-        for values in ([0, 3, 3, 10, 12], [0])
-        for max_seqlen in (None, 7, 2**31)
-    ),
-]
-
-
-@pytest.mark.parametrize("as_array", [np.asarray, jnp.asarray])
-@pytest.mark.parametrize(
-    ("check", "values", "arguments", "message"),
-    [(check, *case) for check, cases in BAD.items() for case in cases],
-)
-def test_eager_names_position_value_and_bound(as_array, check, values, arguments, message) -> None:
-    with pytest.raises(ValueError, match=re.escape(message)):
-        check(as_array(np.asarray(values, np.int32)), *arguments)
-
-
-@pytest.mark.parametrize("as_array", [np.asarray, jnp.asarray])
-@pytest.mark.parametrize(("check", "values", "arguments"), GOOD)
-def test_good_arrays_pass(as_array, check, values, arguments) -> None:
-    assert check(as_array(np.asarray(values, np.int32)), *arguments) is None
+#: The same for integers of 8 to 32 bits. A bound that a dtype does not hold is not wrapped to it.
+NARROW: dict[Any, list[tuple[list[Any], tuple[Any, ...], str | None]]] = {
+    check_index: [
+        ([2, 120, 0], (0,), "cand_to_user[0] is 2, outside [0, 0); 3 of 3"),
+        ([2, 120, 0], (3,), "cand_to_user[1] is 120, outside [0, 3); 1 of 3"),
+        *(([2, 120, 0], (number,), None) for number in (300, 70_000, 2**31, 2**40)),
+    ],
+    check_offsets: [
+        ([0, 3, 3, 110], (1000, 500), None),
+        ([0, 3, 3, 110], (1000, 106), "sequence 2 of cu_seqlens has 107 rows, but max_seqlen is"),
+    ],
+}
 
 
 @pytest.mark.parametrize(
-    "wrong", [[0, 1], np.zeros(2, np.float32), None, jax.ShapeDtypeStruct((2,), np.int32)]
-)
-@pytest.mark.parametrize("check", [check_index, check_offsets])
-def test_not_an_array_of_integers(check, wrong) -> None:
-    kind = wrong.dtype if isinstance(wrong, np.ndarray) else type(wrong).__name__
-    with pytest.raises(TypeError, match=f"array of integers, but is {kind}"):
-        check(wrong, 3)
-
-
-@pytest.mark.parametrize("shape", [(2, 2), (0,)])
-def test_offsets_of_wrong_shape(shape: tuple[int, ...]) -> None:
-    words = re.escape(f"shape [batch + 1], but has shape {shape}")
-    with pytest.raises(ValueError, match=words):
-        check_offsets(np.zeros(shape, np.int32), 3)
-
-
-@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["traced", "jit"])
-@pytest.mark.parametrize(
-    ("check", "values", "arguments", "words"),
+    ("check", "values", "arguments", "message", "dtype"),
     [
-        (check_index, [2, 0, 1, 2], (3,), None),
-        (check_index, [0, 1, -7, 5], (3,), "cand_to_user.ravel()[2] is -7, outside [0, 3)"),
+        *((check, *case, "int32") for check, cases in CHECKED.items() for case in cases),
         *(
-            (check_offsets, values, (12, 7, "cu_seqlens_kv"), words)
-            for values, words in (
-                ([0, 3, 3, 10, 12], None),
-                ([0, 3, 3, 10, 13], "cu_seqlens_kv.ravel()[4] is 13, outside [0, 12]"),
-                ([0, 3, 1, 2, 12], "cu_seqlens_kv decreases from 3 to 1 in sequence 1"),
-                ([0, 0, 9, 12, 12], "sequence 1 of cu_seqlens_kv has 9 rows, but max_seqlen is 7"),
-            )
+            (check, *case, dtype)
+            for dtype in ("int8", "uint8", "int16", "uint32")
+            for check, cases in NARROW.items()
+            for case in cases
         ),
     ],
 )
-def test_checkify_finds_it_and_plain_jit_cannot_raise(wrap, check, values, arguments, words):
+def test_checks_name_position_value_and_bound(check, values, arguments, message, dtype) -> None:
+    """Eagerly, and under checkify, where the count is not known and a position is that in a row.
+
+    Compiled without checkify, a check cannot raise.
+    """
+    array = np.asarray(values, dtype)
+    for eager in (array, jnp.asarray(array)):
+        if message is None:
+            check(eager, *arguments)
+        else:
+            with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
+                check(eager, *arguments)
+
     def run(array: jax.Array) -> jax.Array:
         check(array, *arguments)
-        return array + 1
+        return array + jnp.asarray(1, dtype)
 
-    array = jnp.asarray(values, jnp.int32)
-    error, out = jax.jit(checkify.checkify(wrap(run)))(array)
-    assert error.get() is None if words is None else words in error.get()
-    np.testing.assert_array_equal(jax.jit(run)(array), array + 1)
-    if words is None:
-        np.testing.assert_array_equal(out, array + 1)
+    def in_a_row(found: re.Match[str]) -> str:
+        place = np.ravel_multi_index(tuple(map(int, found[1].split(", "))), array.shape)
+        return f".ravel()[{place}] is"
 
-
-@pytest.mark.parametrize("dtype", ["int8", "uint8", "int16", "uint32"])
-@pytest.mark.parametrize("num_users", [0, 3, 300, 70_000, 2**31, 2**40])
-def test_checkify_agrees_with_eager_for_every_integer(dtype: str, num_users: int) -> None:
-    """A bound that the index's dtype does not hold is not wrapped to that dtype."""
-    index = np.array([2, 120, 0], dtype)
-    if num_users in (0, 3):
-        position = {0: 0, 3: 1}[num_users]
-        with pytest.raises(ValueError, match=rf"\[{position}\] is {index[position]}, outside"):
-            ikbo.debug.check_index(index, num_users)
-    else:
-        ikbo.debug.check_index(index, num_users)
-
-    def run(index: jax.Array) -> jax.Array:
-        ikbo.debug.check_index(index, num_users)
-        return index
-
-    error, _ = checkify.checkify(jax.jit(run))(index)
-    message = error.get()
-    assert (message is not None) == (num_users in (0, 3)), message
+    for wrapped in (run, jax.jit(run)):
+        error, _ = jax.jit(checkify.checkify(wrapped))(array)
+        words = message and re.sub(r"\[([\d, ]+)\] is", in_a_row, message.split(";")[0])
+        assert error.get() is None if words is None else error.get().startswith(words), error.get()
+    np.testing.assert_array_equal(jax.jit(run)(array), array + np.asarray(1, dtype))
 
 
-@pytest.mark.parametrize("dtype", ["int8", "uint8", "uint32"])
-def test_checkify_of_narrow_offsets(dtype: str) -> None:
-    def run(offsets: jax.Array, max_seqlen: int) -> jax.Array:
-        ikbo.debug.check_offsets(offsets, 1000, max_seqlen)
-        return offsets
+@pytest.mark.parametrize(
+    ("check", "wrong", "error", "words"),
+    [
+        *(
+            (check, wrong, TypeError, f"array of integers, but is {kind}")
+            for check in (check_index, check_offsets)
+            for wrong, kind in (
+                ([0, 1], "list"),
+                (np.zeros(2, np.float32), "float32"),
+                (None, "NoneType"),
+                (jax.ShapeDtypeStruct((2,), np.int32), "ShapeDtypeStruct"),
+            )
+        ),
+        *(
+            (check_offsets, np.zeros(x, int), ValueError, f"[batch + 1], but has shape {x}")
+            for x in ((2, 2), (0,))
+        ),
+    ],
+)
+def test_checks_of_what_is_no_array_of_theirs(check, wrong, error, words) -> None:
+    with pytest.raises(error, match=re.escape(words)):
+        check(wrong, 3)
 
-    offsets = np.array([0, 3, 3, 110], dtype)
-    for max_seqlen, expected in ((500, None), (106, "sequence 2 of cu_seqlens has 107 rows")):
-        error, _ = checkify.checkify(jax.jit(run, static_argnums=1))(offsets, max_seqlen)
-        message = error.get()
-        assert message is None if expected is None else expected in message
+
+def test_targets_of_another_batch() -> None:
+    with pytest.raises(ValueError, match=re.escape("has shape (2,) but cu has batch=1")):
+        check_offsets(np.asarray([0, 3], np.int32), 3, None, "cu", num_targets=np.zeros(2, int))
 
 
 def test_checkify_goes_through_an_op() -> None:
@@ -386,34 +361,3 @@ def test_checkify_finds_wrong_lengths() -> None:
     error, out = checkify.checkify(jax.jit(run))(jnp.asarray([1, 4], jnp.int32))
     assert "key_value_seq_lengths.ravel()[1] is 4, outside [0, 3]" in error.get()
     np.testing.assert_array_equal(out, np.ones((2, 3, 1, 2)))
-
-
-@pytest.mark.parametrize(
-    ("targets", "message"),
-    [
-        ([3, 0, 7], None),
-        ([3, 1, 7], "sequence 1 of cu_seqlens has 0 rows but 1 targets"),
-        ([3, 0, 2**31 - 1], "sequence 2 of cu_seqlens has 7 rows but 2147483647 targets"),
-        ([-1, 0, 7], "is -1, outside [0, 2147483647]"),
-    ],
-)
-def test_targets_beyond_a_length_are_found(targets: list[int], message: str | None) -> None:
-    arrays = jnp.asarray([0, 3, 3, 10], jnp.int32), jnp.asarray(targets, jnp.int32)
-
-    def run(offsets: jax.Array, targets: jax.Array) -> None:
-        check_offsets(offsets, 10, num_targets=targets)
-
-    error, _ = jax.jit(checkify.checkify(run))(*arrays)
-    if message is None:
-        run(*arrays)
-        assert error.get() is None
-    else:
-        assert message in error.get()
-        with pytest.raises(ValueError, match=re.escape(message)):
-            run(*map(np.asarray, arrays))
-    jax.jit(run)(*arrays)
-
-
-def test_targets_of_another_batch() -> None:
-    with pytest.raises(ValueError, match=re.escape("has shape (2,) but cu has batch=1")):
-        check_offsets(np.asarray([0, 3], np.int32), 3, None, "cu", num_targets=np.zeros(2, int))

@@ -2,13 +2,12 @@
 
 import itertools
 
-import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import problems
 import pytest
-from test_attention_vmap import SIZE, axes_of, problem_at, stack
+from test_attention_vmap import SIZE, axes_of, check_gradients, problem_at, stack
 
 import ikbo_jax as ikbo
 
@@ -84,32 +83,14 @@ def test_gradient_of_vmap_and_vmap_of_gradient(request, combination, kernel: boo
     if kernel:
         request.getfixturevalue("fake_hopper")
     inputs = stacked(combination, "bfloat16" if kernel else "float32")
-    index_axis = axes_of(combination)[4]
 
     def loss(arrays, index):
         return jnp.sum(jnp.sin(ikbo.linear_compression(*arrays, index).astype(jnp.float32)))
 
-    arrays, axes = inputs[:4], axes_of(combination)[:4]
-    both = jax.vmap(loss, (axes, index_axis))
-
-    @jax.jit
-    def run(arrays, index):
-        return (
-            jax.vmap(jax.grad(loss), (axes, index_axis))(arrays, index),
-            jax.grad(lambda arrays: both(arrays, index).sum())(arrays),
-        )
-
-    found = jax.tree.map(np.asarray, run(arrays, inputs.cand_to_user))
-    assert {x.dtype for x in jax.tree.leaves(found)} == {inputs.e_cand.dtype}
-    vmap_of_gradient, gradient_of_vmap = found
-    expected = jax.tree.map(
-        lambda *x: np.stack(x),
-        *(gradient_of_sines(problem_at(inputs, combination, i)) for i in range(SIZE)),
-    )
-    tolerance = 0.1 if kernel else 1e-4
-    chex.assert_trees_all_close(vmap_of_gradient, expected, atol=tolerance, rtol=tolerance)
-    summed = tuple(x if b else x.sum(0) for x, b in zip(expected, combination, strict=False))
-    chex.assert_trees_all_close(gradient_of_vmap, summed, atol=tolerance, rtol=tolerance)
+    each = [gradient_of_sines(problem_at(inputs, combination, i)) for i in range(SIZE)]
+    *axes, index_axis = axes_of(combination)
+    both = (inputs[:4], inputs.cand_to_user), (tuple(axes), index_axis)
+    check_gradients(loss, *both, each, 0.1 if kernel else 1e-4)
 
 
 @pytest.mark.parametrize("kernel", [False, True], ids=["xla", "kernel"])

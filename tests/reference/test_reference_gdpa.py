@@ -1,4 +1,4 @@
-"""The oracle of gdpa against NumPy; the XLA path, its gradient and memory against the oracle."""
+"""The oracle of gdpa against NumPy; the XLA path and its gradient against the oracle."""
 
 import functools
 from collections.abc import Iterator
@@ -247,34 +247,8 @@ def test_no_sum_is_scattered(name: str) -> None:
     assert ("scatter-add", jnp.float32) not in found
 
 
-# Sizes as they are in earnest: compiled, never run.
-BATCH, LENGTH, HEADS, WIDTH = 1152, 512, 4, 128
-ROWS = BATCH * LENGTH
-SCORES_BYTES = 4 * BATCH * LENGTH * LENGTH * HEADS
-
-
-@pytest.mark.parametrize("is_pma", [False, True], ids=["self", "pma"])
-def test_memory_holds_no_more_than_a_step(is_pma: bool) -> None:
-    array = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.bfloat16)
-    offsets = jax.ShapeDtypeStruct((BATCH + 1,), jnp.int32)
-    query, keys = array((32 if is_pma else ROWS, HEADS, WIDTH)), array((ROWS, HEADS, WIDTH))
-    arrays = Arrays(query, keys, keys, None if is_pma else offsets, offsets)
-    settings = Settings(("softmax",) * HEADS, broadcast_q=is_pma)
-    out = array(reference.out_shape(arrays, settings))
-
-    def bytes_of(function, *more) -> int:
-        compiled = jax.jit(function, static_argnums=1).lower(arrays, settings, *more).compile()
-        return compiled.memory_analysis().temp_size_in_bytes
-
-    # Scores, weights and their gradients, and the rows of a step in the inputs' dtype and f32.
-    step = 4 * 4 * gdpa_chunked.MAX_SCORES + 24 * gdpa_chunked.MAX_ELEMENTS
-    assert bytes_of(gdpa_chunked.chunked) < step
-    rowwise = 2 * 4 * out.shape[0] * HEADS
-    # The gradients of all sequences' copies of the broadcast queries, in f32.
-    rowwise += 4 * BATCH * 32 * HEADS * WIDTH if is_pma else 0
-    found = bytes_of(gdpa_chunked_vjp.chunked_vjp, out)
-    assert found < step + rowwise + 2 * 2 * ROWS * HEADS * WIDTH
-    assert step < SCORES_BYTES / 5
+# Sizes as they are in earnest.
+ROWS = 1152 * 512
 
 
 @pytest.mark.parametrize(

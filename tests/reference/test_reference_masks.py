@@ -1,6 +1,5 @@
 """Masks: intervals against the rules, pair by pair; the XLA path and the oracle against NumPy."""
 
-import functools
 from typing import Any
 
 import jax
@@ -9,16 +8,14 @@ import numpy as np
 import problems_gdpa
 import problems_masks
 import pytest
+import test_reference_gdpa
 from problems_gdpa import ACTIVATIONS, SHAPES, Shape
+from test_reference_gdpa import ATOL, ours
 
 from ikbo_jax import masks
 from ikbo_jax.ops import gdpa_mask
-from ikbo_jax.reference import gdpa as reference
-from ikbo_jax.reference import gdpa_chunked, gdpa_chunked_vjp
-from ikbo_jax.reference.gdpa import Arrays, Settings
+from ikbo_jax.reference import gdpa_chunked
 
-#: What paths in f32 may differ by through the order of sums alone, relative to the largest value.
-ATOL = 3e-6
 #: Tiles that several rows, and only a part of the rows, see.
 BLOCKS = gdpa_chunked.Blocking(q_rows=3, kv_rows=4, q_tiles=2, kv_tiles=3)
 #: Self-attention; a cached prefix; more queries than keys; shared keys; broadcast queries.
@@ -73,16 +70,7 @@ def test_intervals_are_hstus_rule(causal: bool, window: int | None, full_tail: i
             assert mine.size == 0 or (mine.min() >= 0 and mine.max() <= size)
 
 
-@functools.partial(jax.jit, static_argnums=(1, 2))
-def ours(arrays: Arrays, settings: Settings, blocks: Any, d_out: jax.Array) -> tuple:
-    out, _ = gdpa_chunked.chunked(arrays, settings, blocks)
-    return out, gdpa_chunked_vjp.chunked_vjp(arrays, settings, d_out, blocks)
-
-
-@functools.partial(jax.jit, static_argnums=1)
-def materialised(arrays: Arrays, settings: Settings, d_out: jax.Array) -> tuple:
-    run = functools.partial(reference.materialised, settings=settings)
-    return problems_gdpa.value_and_gradients(run, arrays, d_out)
+oracle = jax.jit(test_reference_gdpa.oracle, static_argnums=1)
 
 
 @pytest.mark.slow
@@ -100,11 +88,11 @@ def test_both_paths_and_their_gradients_are_numpys(mode: str, logit_cap: float |
     d_out = problems_gdpa.cotangent(arrays, settings)
     for case in problems_masks.cases(shape).values():
         masked = gdpa_mask.with_intervals(case.mask, arrays, settings)
-        exact = problems_masks.oracle(arrays, settings, d_out, case.rule)
+        exact = problems_gdpa.exactly(arrays, settings, d_out, case.rule)
         for found in [
-            ours(masked, settings, BLOCKS, d_out),
-            *([] if logit_cap else [ours(masked, settings, None, d_out)]),
-            materialised(masked, settings, d_out),
+            ours(masked, settings, d_out, BLOCKS),
+            *([] if logit_cap else [ours(masked, settings, d_out)]),
+            oracle(masked, settings, d_out),
         ]:
             assert_close(found, exact)
 
@@ -125,7 +113,7 @@ def test_lse_is_that_of_the_visible_keys() -> None:
     case = problems_masks.cases(shape)["two_intervals"]
     masked = gdpa_mask.with_intervals(case.mask, arrays, settings)
     _, lse = jax.jit(gdpa_chunked.chunked, static_argnums=1)(masked, settings)
-    exact = problems_masks.lse(arrays, settings, case.rule)
+    exact = problems_gdpa.numpy_lse(arrays, settings, case.rule)
     assert np.isneginf(exact).any()
     np.testing.assert_allclose(lse, exact, rtol=1e-6, atol=1e-6)
 
@@ -139,9 +127,9 @@ def test_bounds_of_lengths_come_before_the_mask() -> None:
     d_out = problems_gdpa.cotangent(arrays, settings)
     case = problems_masks.hstu_case((2, 0, 9, 1), 1, window=3)
     masked = gdpa_mask.with_intervals(case.mask, arrays, settings)
-    exact = problems_masks.oracle(arrays, settings, d_out, case.rule)
-    assert_close(ours(masked, settings, BLOCKS, d_out), exact)
-    assert_close(materialised(masked, settings, d_out), exact)
+    exact = problems_gdpa.exactly(arrays, settings, d_out, case.rule)
+    assert_close(ours(masked, settings, d_out, BLOCKS), exact)
+    assert_close(oracle(masked, settings, d_out), exact)
 
 
 @pytest.mark.parametrize("window", [None, 3])

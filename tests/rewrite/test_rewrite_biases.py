@@ -106,10 +106,21 @@ def copies_keys(fn: Any, *args: Any) -> bool:
     return any(sorted(shape) == sorted((B, S, N, H)) for shape in shapes)
 
 
-@pytest.mark.parametrize("name", CASES)
+#: Biases and masks of `jax.nn.dot_product_attention`.
+OF_JAX = {
+    "jax.nn, positions": lambda ages: {"bias": ALIBI[None, :1, :1]},
+    "jax.nn, heads": lambda ages: {"bias": ALIBI[None]},
+    "jax.nn, users": lambda ages: {"bias": of_user(ages)},
+    "jax.nn, users and a mask": lambda ages: {"bias": of_user(ages), "mask": of_user(KEPT)},
+}
+
+
+@pytest.mark.parametrize("name", [*CASES, *OF_JAX])
 def test_keys_are_never_copied(name: str) -> None:
-    def fn(*arrays: Any) -> Any:
-        return attend(*arrays, CASES[name])
+    def fn(query: Any, key: Any, value: Any, ages: Any) -> Any:
+        if name in CASES:
+            return attend(query, key, value, ages, CASES[name])
+        return jax.nn.dot_product_attention(query, key[INDEX], value[INDEX], **OF_JAX[name](ages))
 
     check_values_and_gradients(fn, *ARRAYS)
     assert not copies_keys(fn, *ARRAYS), str(report_of(fn, *ARRAYS))

@@ -30,7 +30,7 @@ def arrays() -> tuple[Any, Any, Any]:
         return rng.integers(0, below, shape).astype(np.int32)
 
     weights = {"two": normal(2 * D, D), "three": normal(3 * D, D), "own": normal(D, D)}
-    weights["table"] = normal(V, D)
+    weights |= {"table": normal(V, D), "compression": normal(6, 2 * S)}
     users = {
         "user": normal(U, D),
         "history": normal(U, S, D),
@@ -41,7 +41,12 @@ def arrays() -> tuple[Any, Any, Any]:
         "user_of_session": ids(U, SESSIONS),
     }
     candidates = {"cand": normal(B, D), "index": ids(U, B), "session_index": ids(SESSIONS, B)}
+    candidates["candidate_tokens"] = normal(B, S, D)
     return weights, users, candidates
+
+
+def floats_of(arrays: dict[str, Any]) -> dict[str, Any]:
+    return {name: x for name, x in arrays.items() if x.dtype == np.float32}
 
 
 def look_up(x: Any, index: Any) -> Any:
@@ -126,6 +131,30 @@ def filled(w, users, c):
     return jnp.tanh(jnp.concatenate([rows, c["cand"]], axis=1) @ w["two"])
 
 
+def compressed(w, users, c):
+    rows = jnp.concatenate([look_up(users["history"], c["index"]), c["candidate_tokens"]], axis=1)
+    return jnp.einsum("mk,bkn->bmn", w["compression"], rows)
+
+
+def activation_unit(w, users, c):
+    """DIN's, whose product of user and candidate is no broadcast."""
+    keys = look_up(users["history"], c["index"])
+    query = jnp.broadcast_to(c["cand"][:, None], keys.shape)
+    hidden = jax.nn.relu(jnp.concatenate([keys, query, keys * query], axis=-1) @ w["three"])
+    return jnp.sum(jax.nn.sigmoid(hidden.sum(axis=-1, keepdims=True)) * keys, axis=1)
+
+
+def of_logits(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of logits [candidates, keys] that is no attention of this library."""
+
+    def model(w, users, c):
+        rows = jnp.tanh(look_up(users["history"], c["index"]) @ w["own"])
+        logits = 4 * jnp.einsum("bd,bsd->bs", c["cand"], rows)
+        return jnp.einsum("bs,bsd->bd", fn(logits), rows)
+
+    return model
+
+
 def resharded(w, users, c):
     """The looked-up values are divided along their features, and back again."""
     x = jnp.tanh(look_up(users["user"], c["index"]) @ w["own"])
@@ -153,7 +182,15 @@ MODELS: dict[str, Callable[..., Any]] = {
     "sessions_of_users": sessions_of_users,
     "filled": filled,
     "resharded": resharded,
+    "compressed": compressed,
+    "sigmoid": of_logits(jax.nn.sigmoid),
+    # These combine the logits with a number that a program broadcasts.
+    "capped_softmax": of_logits(lambda x: jax.nn.softmax(jnp.where(x > 3.0, 3.0, x), axis=-1)),
+    "activation_unit": activation_unit,
+    "twice_a_relu": of_logits(lambda x: jnp.where(x > 0, x, 0.0) * 2),
 }
+#: Run without `jax.jit` too.
+EAGER = "sigmoid", "capped_softmax", "twice_a_relu"
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
 MESHES: dict[str, tuple[Any, Any, Any, AxisType]] = {
     "auto": ((8,), ("x",), P("x"), AUTO),
@@ -175,27 +212,33 @@ DIVISIONS = [
 def test_a_training_step(layout: str, label: str) -> None:
     """Values and gradients are the original's, and no candidate's row or gradient is gathered."""
     model, (weights, users, candidates) = MODELS[label], arrays()
-    floats = {name: x for name, x in users.items() if x.dtype == np.float32}
 
     def step(fn):
-        def loss(weights, floats, users, candidates):
-            return jnp.mean(jnp.sin(fn(weights, {**users, **floats}, candidates)))
+        def loss(weights, of_users, of_candidates, users, candidates):
+            each = {**users, **of_users}, {**candidates, **of_candidates}
+            return jnp.mean(jnp.sin(fn(weights, *each)))
 
-        return jax.value_and_grad(loss, (0, 1))
+        return jax.value_and_grad(loss, (0, 1, 2))
 
-    args = weights, floats, users, candidates
+    args = weights, floats_of(users), floats_of(candidates), users, candidates
     expected = computed(step(model), *args)
     sizes, axes, spec, kind = MESHES[layout]
     mesh = jax.make_mesh(sizes, axes, axis_types=(kind,) * len(axes))
     with jax.set_mesh(mesh):
         whole, divided = NamedSharding(mesh, P()), NamedSharding(mesh, spec)
-        placed = (*jax.device_put(args[:3], whole), jax.device_put(candidates, divided))
-        (report,) = ikbo.explain(ikbo.rewrite(model), placed[0], *placed[2:]).notes
-        compiled = jax.jit(step(ikbo.rewrite(model))).lower(*placed).compile()
-        results = jax.device_get(compiled(*placed))
+        placed = jax.device_put(args, (whole, whole, divided, whole, divided))
+        (report,) = ikbo.explain(ikbo.rewrite(model), placed[0], *placed[3:]).notes
+        rewritten = step(ikbo.rewrite(model))
+        compiled = jax.jit(rewritten).lower(*placed).compile()
+        runs = [run(*placed) for run in (compiled, rewritten)[: 1 + (label in EAGER)]]
     assert report.changed
-    for found, wanted in zip(jax.tree.leaves(results), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(found, wanted, rtol=0, atol=5e-5 * np.abs(wanted).max() + 1e-7)
+    of_candidates = [x for x in runs[0][1][2].values() if np.any(jax.device_get(x))]
+    assert of_candidates
+    assert all(x.sharding.spec[0] == spec[0] for x in of_candidates)
+    for results in jax.device_get(runs):
+        for found, wanted in zip(jax.tree.leaves(results), jax.tree.leaves(expected), strict=True):
+            atol = 5e-5 * np.abs(wanted).max() + 1e-7
+            np.testing.assert_allclose(found, wanted, rtol=0, atol=atol)
     collective = r" = (\S+|\(.*?\)) (all-\w+|collective-permute|reduce-scatter)(?:-start)?\("
     for shape, name in re.findall(collective, compiled.as_text()):
         if name == "all-reduce":

@@ -40,6 +40,7 @@ CROSS = {
     "product of masks": P + "x = jnp.where(M.astype(f32) * (at >= P), L(q), -1e30)",
     "two masks": P + "x = jnp.where(at <= P, jnp.where(M, L(q), -1e30), -1e30)",
     "cap": "x = 3 * jnp.tanh(L(q) / 3)",
+    "cap of 1": "x = jnp.tanh(L(q))",
     "negative cap": "x = -3 * jnp.tanh(L(q) / 3)",
     "cap and mask": "x = jnp.where(M, 3 * jnp.tanh(L(q) / 3), -1e30)",
     "cap and added mask": P + "x = 3 * jnp.tanh(L(q) / 3) + jnp.where(at < P, 0, -1e9)",

@@ -9,6 +9,8 @@ from rewrite_basics import assert_same_up_to_rounding, computed, loss, report_of
 import ikbo_jax as ikbo
 from examples import ranking_models as examples
 
+pytestmark = pytest.mark.usefixtures("models_may_promote")
+
 #: Shares of the FLOPs that the small models of the examples save at least; others save none.
 SAVED = {
     "autoint": 0.19,
@@ -30,12 +32,6 @@ SAVED = {
     "hstu": 0.93,
     "phoenix": 0.77,
 }
-
-
-@pytest.fixture(autouse=True)
-def models_may_promote_as_people_do():
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        yield
 
 
 @pytest.mark.parametrize("name", MODELS)

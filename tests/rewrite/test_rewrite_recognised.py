@@ -4,7 +4,7 @@ What else is recognised in f32 stands in `test_rewrite_attention`.
 """
 
 import functools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +15,8 @@ from lookalikes import INDEX, KEPT, KEY, LENGTHS, QUERY, VALUE, B, H, N, S, T, U
 from rounding_rule import Case, assert_same
 
 import ikbo_jax as ikbo
+
+pytestmark = pytest.mark.usefixtures("models_may_promote")
 
 DTYPES = ("float32", "bfloat16", "float16")
 EACH_DTYPE = ("float32", *(pytest.param(dtype, marks=pytest.mark.slow) for dtype in DTYPES[1:]))
@@ -43,18 +45,17 @@ SOFTMAXES = [
     "mix(softmax(0.5 * jnp.where(M, L(q), -1e30)))",
     "mix(softmax(jnp.where(M, L(q) / H ** 0.5, -1e9)))",
     "mix(softmax(jnp.where(~M, -1e9, L(q))))",
+    "mix(softmax(jnp.where(M, L(q), -inf)))",
     "mix(softmax(jnp.where(M, L(q), jnp.finfo(q.dtype).min)))",
     "mix(softmax(jnp.where(at < N, L(q), -1e30)))",
     "mix(softmax(jnp.where(N > at, L(q) * 0.5, -1e9)))",
+    "mix(softmax(jnp.where(jnp.arange(S) < 4, L(q), -1e9)))",
+    "mix(softmax(jnp.where(at < N, jnp.where(M, L(q), -1e9), -1e9)))",
+    "mix(softmax(L(q) + jnp.where(M, 0.0, -1e4)))",
+    "mix(without_max(L(q)))",
     "mix(by_hand(jnp.where(M, L(q), -1e9)))",
     "mix(by_hand_stopped(jnp.where(M, L(q), -1e9)))",
 ]
-
-
-@pytest.fixture(autouse=True)
-def models_may_promote_as_people_do() -> Iterator[None]:
-    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
-        yield
 
 
 def _args(dtype: str) -> tuple[jax.Array, ...]:
@@ -101,10 +102,11 @@ def test_scales_of_an_activation_are_kept() -> None:
 
 @pytest.mark.parametrize("dtype", EACH_DTYPE)
 def test_masked_softmax_is_recognised(dtype: str) -> None:
-    # -1e9 and -1e30 are infinite in float16, where a user without keys has NaN.
+    # -1e9 and -1e30 are infinite in float16, where a user without keys has NaN. Beside -1e4, some
+    # bits of a bfloat16 logit are left, some are not: that is no attention of the op's.
     cases = [attention(text, dtype, heads=n % 2 == 0) for n, text in enumerate(SOFTMAXES)]
-    if dtype == "float16":
-        cases = [case for case in cases if "1e" not in case.name]
+    if left_out := {"bfloat16": "1e4", "float16": "1e"}.get(dtype):
+        cases = [case for case in cases if left_out not in case.name]
     for case in cases:
         became(case, "attention")
     assert_same(cases)

@@ -92,32 +92,16 @@ def check_calls(make: Any, args: Any, programs: int, calls: int, wrapper: Any = 
     check(gradients_by_all(args), jitted, *args, bound=2e-5)
 
 
-def transformer(attend: Any, masks: Any) -> Any:
-    """Causal layers over [history, candidate], with the masks in turn."""
-
-    def make(wrapper: Any) -> Any:
-        @wrapper
-        def layer(block: Any, x: Any, mask: Any) -> Any:
-            return layout_sequences._block(block, x, functools.partial(attend, mask=mask))
-
-        def fn(blocks: Any, long: Any, token: Any, index: Any) -> Any:
-            x = jnp.concatenate([long[index], token[:, None]], axis=1)
-            in_turn = masks(jnp.tril(jnp.ones((S + 1, S + 1), bool))[None, None])
-            for n, block in enumerate(blocks):
-                x = layer(block, x, in_turn[n % len(in_turn)])
-            return x[:, 0] + x[:, -1]
-
-        return fn
-
-    return make
+def first_and_last(x: Any) -> Any:
+    return x[:, 0] + x[:, -1]
 
 
 @pytest.mark.parametrize("wrapper", [jax.jit, jax.checkpoint])
 def test_layers_over_a_concatenation_share_a_program(wrapper: Any) -> None:
     given = arrays()
     args = given["blocks8"][:5], given["long"], given["token"], given["index"]
-    make = transformer(layout_sequences._softmax_attention, lambda mask: [mask])
-    check_calls(make, args, 1, 5, wrapper)
+    make = functools.partial(layout_sequences.transformer, result=first_and_last)
+    check_calls(lambda wrapper: make(wrapper=wrapper), args, 1, 5, wrapper)
 
 
 def test_layers_with_different_masks() -> None:
@@ -128,7 +112,7 @@ def test_layers_with_different_masks() -> None:
         return [jnp.asarray(mask)[None, None] for mask in (causal, window, window, causal)]
 
     given = arrays()
-    fn = transformer(layout_sequences._softmax_attention, masks)(lambda layer: layer)
+    fn = layout_sequences.transformer(masks=masks, result=first_and_last)
     args = given["blocks2"] * 2, given["long"], given["token"], given["index"]
     assert "attention with own tokens" in str(report_of(fn, *args).broadcasts[0].became)
     check(lambda f: f, fn, *args)
@@ -144,9 +128,15 @@ def biased(q: Any, k: Any, v: Any, mask: Any) -> Any:
 def test_layers_with_masks_of_numbers(masks: int, programs: int, calls: int) -> None:
     given = arrays()
     args = given["blocks8"][:5], given["long"], given["token"], given["index"]
-    make = transformer(
-        biased, lambda mask: [jnp.where(mask, 0.0, -1e9 * (n + 1)) for n in range(masks)]
-    )
+
+    def make(wrapper: Any) -> Any:
+        return layout_sequences.transformer(
+            biased,
+            wrapper,
+            lambda mask: [jnp.where(mask, 0.0, -1e9 * (n + 1)) for n in range(masks)],
+            first_and_last,
+        )
+
     check_calls(make, args, programs, calls)
 
 

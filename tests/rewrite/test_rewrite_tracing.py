@@ -16,7 +16,7 @@ import layout_positions  # noqa: F401
 import layout_sequences
 import numpy as np
 import pytest
-from layout_table import HEADS, LAYOUTS, B, D, S, U, arrays
+from layout_table import HEADS, LAYOUTS, B, D, U, arrays
 
 import ikbo_jax as ikbo
 
@@ -31,25 +31,12 @@ def calls(fn: Callable[..., Any], args: Any) -> int:
     )
 
 
-def transformer(layers: int, wrapped: Any = lambda layer: layer) -> tuple[Any, tuple[Any, ...]]:
+def transformer(layers: int, **options: Any) -> tuple[Any, tuple[Any, ...]]:
     """A causal transformer over [history, candidate]."""
     given = arrays()
-
-    def fn(blocks: Any, long: Any, token: Any, index: Any) -> Any:
-        x = jnp.concatenate([long[index], token[:, None]], axis=1)
-        mask = jnp.tril(jnp.ones((S + 1, S + 1), bool))[None, None]
-
-        @wrapped
-        def layer(block: Any, x: Any, mask: Any) -> Any:
-            attend = functools.partial(layout_sequences._softmax_attention, mask=mask)
-            return layout_sequences._block(block, x, attend)
-
-        for block in blocks:
-            x = layer(block, x, mask)
-        return x[:, -1]
-
     blocks = [given["blocks8"][n % 8] for n in range(layers)]
-    return fn, (blocks, given["long"], given["token"], given["index"])
+    args = blocks, given["long"], given["token"], given["index"]
+    return layout_sequences.transformer(**options), args
 
 
 def towers(layers: int, activation: Any = jax.nn.relu) -> tuple[Any, tuple[Any, ...]]:
@@ -93,8 +80,8 @@ def activation_units(count: int) -> tuple[Any, tuple[Any, ...]]:
 
 MODELS = {
     "transformer": transformer,
-    "transformer_of_jitted_layers": functools.partial(transformer, wrapped=jax.jit),
-    "transformer_of_checkpointed_layers": functools.partial(transformer, wrapped=jax.checkpoint),
+    "transformer_of_jitted_layers": functools.partial(transformer, wrapper=jax.jit),
+    "transformer_of_checkpointed_layers": functools.partial(transformer, wrapper=jax.checkpoint),
     "transformer_in_a_scan": scanned_transformer,
     "towers_with_relu": towers,
     "towers_with_gelu": functools.partial(towers, activation=jax.nn.gelu),

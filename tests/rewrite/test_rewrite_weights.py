@@ -1,4 +1,7 @@
-"""Attention weights that a model changes after the softmax: masks, NaN, sums, logarithms."""
+"""Attention weights: masks before the softmax, and what a model does after it.
+
+Masks again, NaN, sums, logarithms.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -85,6 +88,16 @@ def lse(x):
 
 #: Functions of logits that the op computes.
 BY_THE_OP = {
+    "masked by -1e9": lambda x: softmax(finite(x)),
+    "masked by -inf": lambda x: softmax(infinite(x)),
+    "masked by min": lambda x: softmax(jnp.where(kept(), x, jnp.finfo(x.dtype).min)),
+    "masked by lengths": lambda x: softmax(
+        jnp.where(KEPT.sum(1)[INDEX][:, None] > jnp.arange(S)[None], x, -1e9)
+    ),
+    "added -1e9": lambda x: softmax(x + jnp.where(kept(), 0.0, -1e9)),
+    "added -1e9 at user batch": lambda x: softmax(x + jnp.where(KEPT, 0, -1e9)[INDEX]),
+    "added min": lambda x: softmax(x + jnp.where(kept(), 0, jnp.finfo(x.dtype).min)),
+    "added (1 - mask) * -1e9": lambda x: softmax(x + (1.0 - kept().astype(jnp.float32)) * -1e9),
     "masked again": lambda x: softmax(infinite(x)) * kept(),
     "masked again by numbers": lambda x: softmax(infinite(x)) * kept().astype(jnp.float32),
     "masked again after -1e9": lambda x: softmax(finite(x)) * kept(),

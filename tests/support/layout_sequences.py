@@ -1,26 +1,18 @@
-"""Models of histories and of sequences [history, candidate], each with its form by hand."""
+"""Layouts of models of histories, and of sequences [history, candidate]."""
 
 import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from layout_table import HEADS, B, D, S, layout
 
 # DIN's activation unit.
 
 
-def _din_by_hand(history, cand, index, w_unit, w_out):
-    q, h, d, p = (w_unit[n * D : (n + 1) * D] for n in range(4))
-    users = (history @ h - history @ d)[index]
-    cands = (cand @ q + cand @ d)[:, None]
-    x = jax.nn.sigmoid(users + cands + (cand[:, None] * history[index]) @ p)
-    return x @ w_out
-
-
-@layout("history cand index w_unit w_out", _din_by_hand, 0.85)
+@layout("history cand index w_unit w_out", 0.63)
 def din(history, cand, index, w_unit, w_out):
     h = history[index]
     q = jnp.broadcast_to(cand[:, None], h.shape)
@@ -28,7 +20,7 @@ def din(history, cand, index, w_unit, w_out):
     return jax.nn.sigmoid(x @ w_unit) @ w_out
 
 
-@layout("history cand index w_unit w_out", _din_by_hand, 0.85)
+@layout("history cand index w_unit w_out", 0.63)
 def din_tiled(history, cand, index, w_unit, w_out):
     h = history[index]
     q = jnp.tile(cand[:, None], (1, S, 1))
@@ -57,50 +49,58 @@ def _softmax_attention(q, k, v, mask=None):
     return jnp.einsum("bnts,bsnh->btnh", jax.nn.softmax(logits, axis=-1), v)
 
 
-def causal_transformer(blocks, long, token, index, attention=_softmax_attention):
-    """The candidate is the last token of a causal sequence."""
-    x = jnp.concatenate([long[index], token[:, None]], axis=1)
-    length = x.shape[1]
-    mask = jnp.tril(jnp.ones((length, length), bool))[None, None]
-    for block in blocks:
-        x = _block(block, x, functools.partial(attention, mask=mask))
-    return x[:, -1]
+def transformer(
+    attend: Callable[..., Any] = _softmax_attention,
+    wrapper: Callable[..., Any] = lambda layer: layer,
+    masks: Callable[[Any], Sequence[Any]] = lambda causal: [causal],
+    result: Callable[[Any], Any] = lambda x: x[:, -1],
+) -> Callable[..., Any]:
+    """Makes a model of layers over [history, candidate].
+
+    Args:
+      attend: attention by query, key, value and mask.
+      wrapper: `jax.jit`, say, of a layer; the layer is another function whenever the model runs.
+      masks: takes the causal mask; returns those that the layers have in turn.
+      result: of the last layer's result.
+    """
+
+    def fn(blocks, long, token, index):
+        x = jnp.concatenate([long[index], token[:, None]], axis=1)
+        length = x.shape[1]
+        in_turn = masks(jnp.tril(jnp.ones((length, length), bool))[None, None])
+
+        @wrapper
+        def layer(block, x, mask):
+            return _block(block, x, functools.partial(attend, mask=mask))
+
+        for n, block in enumerate(blocks):
+            x = layer(block, x, in_turn[n % len(in_turn)])
+        return result(x)
+
+    return fn
 
 
-def _causal_by_hand(blocks, long, token, index, attention=_softmax_attention):
-    users, x = long, token[:, None]
-    for block in blocks:
-        kept: list[Any] = []
+def _causal(q, k, v, mask):
+    del mask
+    return jax.nn.dot_product_attention(q, k, v, is_causal=True)
 
-        def of_users(q, k, v, kept=kept):
-            kept += [k, v]
-            return attention(q, k, v, np.tril(np.ones((S, S), bool))[None, None])
 
-        def of_candidates(q, k, v, kept=kept):
-            keys, values = (
-                jnp.concatenate([y[index], z], axis=1) for y, z in zip(kept, (k, v), strict=True)
-            )
-            return attention(q, keys, values)
-
-        users = _block(block, users, of_users)
-        x = _block(block, x, of_candidates)
-    return x[:, -1]
+def _hstu(q, k, v, mask):
+    weights = jax.nn.silu(jnp.einsum("btnh,bsnh->bnts", q, k)) / (S + 1) * mask.astype(q.dtype)
+    return jnp.einsum("bnts,bsnh->btnh", weights, v)
 
 
 _COPIES = ((B, S, HEADS, D), (B, S, D * HEADS), (B, HEADS, S, D), (B, S + 1, HEADS, D))
-layout("blocks2 long token index", _causal_by_hand, 0.8, _COPIES)(causal_transformer)
+for _name, _model in {
+    "causal_transformer": transformer(),
+    "causal_transformer_of_jax_nn": transformer(_causal),
+    "causal_transformer_of_jitted_layers": transformer(wrapper=jax.jit),
+    "hstu": transformer(_hstu),
+}.items():
+    layout("blocks2 long token index", 0.85, _COPIES, name=_name)(_model)
 
 
-@layout("blocks2 long token index", _causal_by_hand, 0.8, _COPIES)
-def causal_transformer_of_jax_nn(blocks, long, token, index):
-    def attention(q, k, v, mask):
-        del mask
-        return jax.nn.dot_product_attention(q, k, v, is_causal=True)
-
-    return causal_transformer(blocks, long, token, index, attention)
-
-
-@layout("stacked long token index", lambda *args: _scanned_by_hand(*args), 0.8)
+@layout("stacked long token index", 0.84)
 def causal_transformer_in_a_scan(stacked, long, token, index):
     x = jnp.concatenate([long[index], token[:, None]], axis=1)
     mask = jnp.tril(jnp.ones((S + 1, S + 1), bool))[None, None]
@@ -112,63 +112,17 @@ def causal_transformer_in_a_scan(stacked, long, token, index):
     return lax.scan(lambda x, block: (layer(x, block), None), x, stacked)[0][:, -1]
 
 
-def _scanned_by_hand(stacked, long, token, index):
-    blocks = [jax.tree.map(lambda x, n=n: x[n], stacked) for n in range(2)]
-    return _causal_by_hand(blocks, long, token, index)
-
-
-@layout("blocks2 long token index", _causal_by_hand, 0.8, _COPIES)
-def causal_transformer_of_jitted_layers(blocks, long, token, index):
-    x = jnp.concatenate([long[index], token[:, None]], axis=1)
-    mask = jnp.tril(jnp.ones((S + 1, S + 1), bool))[None, None]
-
-    @jax.jit
-    def layer(block, x, mask):
-        return _block(block, x, functools.partial(_softmax_attention, mask=mask))
-
-    for block in blocks:
-        x = layer(block, x, mask)
-    return x[:, -1]
-
-
-def _hstu_attention(q, k, v, mask=None):
-    weights = jax.nn.silu(jnp.einsum("btnh,bsnh->bnts", q, k)) / (S + 1)
-    weights = weights if mask is None else weights * mask.astype(q.dtype)
-    return jnp.einsum("bnts,bsnh->btnh", weights, v)
-
-
-def _hstu_by_hand(blocks, long, token, index):
-    return _causal_by_hand(blocks, long, token, index, _hstu_attention)
-
-
-@layout("blocks2 long token index", _hstu_by_hand, 0.8, _COPIES)
-def hstu(blocks, long, token, index):
-    return causal_transformer(blocks, long, token, index, _hstu_attention)
-
-
 # Attention of a candidate to a history, with a bias of the user, and by addition.
 
 
-def _biased_by_hand(history, cand, index, bias, w_tower):
-    keys, values = (history @ w_tower)[index], (history @ (2 * w_tower))[index]
-    logits = jnp.einsum("bd,bsd->bs", cand @ w_tower, keys) + bias[index]
-    return jnp.einsum("bs,bsd->bd", jax.nn.softmax(logits, axis=-1), values)
-
-
-@layout("history cand index bias w_tower", _biased_by_hand)
+@layout("history cand index bias w_tower", 0.79)
 def attention_with_a_bias_of_the_user(history, cand, index, bias, w_tower):
     h = history[index]
     logits = jnp.einsum("bd,bsd->bs", cand @ w_tower, h @ w_tower) + bias[index]
     return jnp.einsum("bs,bsd->bd", jax.nn.softmax(logits, axis=-1), h @ (2 * w_tower))
 
 
-def _additive_by_hand(history, cand, index, w_tower, w_out):
-    x = (cand @ w_tower)[:, None] + (history @ w_tower)[index]
-    weights = jax.nn.softmax((jnp.tanh(x) @ w_out)[..., 0], axis=-1)
-    return jnp.einsum("bs,bsd->bd", weights, history[index])
-
-
-@layout("history cand index w_tower w_out", _additive_by_hand)
+@layout("history cand index w_tower w_out", 0.7)
 def additive_attention(history, cand, index, w_tower, w_out):
     h = history[index]
     x = (cand @ w_tower)[:, None] + h @ w_tower

@@ -1,8 +1,4 @@
-"""The table of layouts: every model with its form by hand, its arguments and its bar.
-
-The form by hand computes the same values from arrays at user batch. The products that it saves are
-all that a rewrite of the model can remove.
-"""
+"""The table of layouts: every model with its arguments, and what its rewrite must save."""
 
 import functools
 from collections.abc import Callable
@@ -24,18 +20,17 @@ class Layout(NamedTuple):
     Attributes:
       name: in the table.
       fn: the model.
-      hand: the same values, computed by hand without the broadcast.
       uses: names of the arguments in `arrays`.
-      bar: the share of the removable products that `rewrite` must remove.
+      saved: the share of the model's FLOPs that `rewrite` must save at least: 0.02 below what it
+        saves in jax 0.11.2. With few exceptions, that is all that a form by hand saves.
       never: shapes that the rewritten program must not hold, since they are copies.
       op: what the report must say that the model became.
     """
 
     name: str
     fn: Callable[..., Any]
-    hand: Callable[..., Any]
     uses: tuple[str, ...]
-    bar: float
+    saved: float
     never: tuple[tuple[int, ...], ...] = ()
     op: str = ""
 
@@ -47,18 +42,13 @@ LAYOUTS: dict[str, Layout] = {}
 
 
 def layout(
-    uses: str,
-    hand: Callable[..., Any],
-    bar: float = 0.9,
-    never: Any = (),
-    name: str = "",
-    op: str = "",
-) -> Any:
+    uses: str, saved: float, never: Any = (), name: str = "", op: str = ""
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Adds a model to the table by its name, which is the function's if none is given."""
 
-    def add(fn: Callable) -> Callable:
+    def add(fn: Callable[..., Any]) -> Callable[..., Any]:
         key = name or fn.__name__
-        LAYOUTS[key] = Layout(key, fn, hand, tuple(uses.split()), bar, never, op)
+        LAYOUTS[key] = Layout(key, fn, tuple(uses.split()), saved, never, op)
         return fn
 
     return add

@@ -96,31 +96,3 @@ def phoenix(
         y = norm(x)
         x = x + norm((jax.nn.gelu(y @ layer["gate"]) * (y @ layer["up"])) @ layer["down"])
     return norm(x)[:, start:]
-
-
-def phoenix_by_hand(
-    layers: Any, history: Any, items: Any, kept: Any, index: Any, cap: float = 30.0
-) -> jax.Array:
-    """Has the products that are left by hand: histories at user batch, candidates on their own.
-
-    Its values are others: candidates are not rotated, and their own keys are only computed.
-    """
-    start, count = history.shape[1], items.shape[1]
-    x, c = history, items
-    causal = kept[:, None, None, :] & (jnp.tril(jnp.ones((1, 1, start, start))) != 0)
-    for layer in layers:
-        k = (norm(x) @ layer["k"]).reshape(-1, start, GROUPS, HEAD)
-        v = (norm(x) @ layer["v"]).reshape(-1, start, GROUPS, HEAD)
-        x = x + norm(attention(layer, norm(x), causal, cap))
-        y = norm(x)
-        x = x + norm((jax.nn.gelu(y @ layer["gate"]) * (y @ layer["up"])) @ layer["down"])
-        z = norm(c)
-        q = (z @ layer["q"]).reshape(-1, count, GROUPS, HEADS // GROUPS, HEAD)
-        own = z @ layer["k"], z @ layer["v"]
-        logits = jnp.einsum("bthgd,bshd->bhgts", q, rotated(k)[index])
-        out = jnp.einsum("bhgts,bshd->bthgd", jax.nn.softmax(logits), v[index])
-        out = out.reshape(c.shape[0], count, -1) @ layer["out"] + sum(own).sum()
-        c = c + norm(out)
-        y = norm(c)
-        c = c + norm((jax.nn.gelu(y @ layer["gate"]) * (y @ layer["up"])) @ layer["down"])
-    return norm(c)

@@ -14,6 +14,8 @@ from ikbo_jax.reference.activations import ACTIVATIONS as ACTIVATIONS
 from ikbo_jax.reference.gdpa import Arrays, Settings, out_shape
 
 SCALE, OUTPUT_SCALE = 0.3, 0.7
+#: What a mask shows: takes a sequence's number, queries and keys; returns [queries, keys] bool.
+Rule = Callable[[int, int, int], np.ndarray]
 
 
 class Shape(NamedTuple):
@@ -173,33 +175,50 @@ def score_slope(settings: Settings, scores: np.ndarray) -> np.ndarray:
     return settings.scale * (1 - (scores / cap) ** 2 if cap else np.ones_like(scores))
 
 
-def numpy_oracle(arrays: Arrays, settings: Settings) -> np.ndarray:
+def _weighted(arrays: Arrays, settings: Settings, rule: Rule | None) -> Iterator[tuple[Any, ...]]:
+    """`sequences`, with the pairs that each may see and the weights [N, i, j]."""
+    for number, found in enumerate(sequences(arrays, settings)):
+        scores = found[-1]
+        shape = scores.shape[1:]
+        seen = np.ones(shape, bool) if rule is None else rule(number, *shape)
+        weights = np.zeros_like(scores)
+        for head, name in enumerate(settings.activations):
+            some = seen.any(axis=1) if name == "softmax" else slice(None)
+            x = np.where(seen, scores[head], -np.inf) if name == "softmax" else scores[head]
+            weights[head][some] = numpy_activation(name, x[some])
+        yield *found, seen, np.where(seen, weights, 0)
+
+
+def numpy_oracle(arrays: Arrays, settings: Settings, rule: Rule | None = None) -> np.ndarray:
     """Out in f64: a loop over sequences, which takes offsets that are in order."""
     out = np.zeros(out_shape(arrays, settings))
-    for *_, of_out, _, values, scores in sequences(arrays, settings):
-        named = zip(settings.activations, scores, strict=True)
-        weights = np.stack([numpy_activation(name, score) for name, score in named])
+    for _, _, of_out, _, values, _, _, weights in _weighted(arrays, settings, rule):
         out[of_out] = settings.output_scale * np.einsum("nij,jnh->inh", weights, values)
     return out
 
 
-def numpy_lse(arrays: Arrays, settings: Settings) -> np.ndarray:
+def numpy_lse(arrays: Arrays, settings: Settings, rule: Rule | None = None) -> np.ndarray:
     """The logarithm of the sum of a row's powers, [rows, N], as `numpy_oracle` has out."""
     lse = np.zeros(out_shape(arrays, settings)[:2])
-    for *_, of_out, _, _, scores in sequences(arrays, settings):
-        lse[of_out] = np.logaddexp.reduce(scores, axis=2).T
+    for _, _, of_out, _, _, scores, seen, _ in _weighted(arrays, settings, rule):
+        lse[of_out] = np.logaddexp.reduce(np.where(seen, scores, -np.inf), axis=2).T
     return lse
 
 
 def numpy_gradients(
-    arrays: Arrays, settings: Settings, d_out: Any, *, dtype: Any = None
+    arrays: Arrays,
+    settings: Settings,
+    d_out: Any,
+    rule: Rule | None = None,
+    *,
+    dtype: Any = None,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Gradients of <d_out, out> by query, key and value, as `numpy_oracle` has out.
 
     With `dtype`, those of a kernel that multiplies d_out by the rounded result, as flash attention
     does, for the means of rows: of weights of 0 and 1, they have errors where all gradients are 0.
     """
-    rounded = None if dtype is None else numpy_oracle(arrays, settings).astype(dtype)
+    rounded = None if dtype is None else numpy_oracle(arrays, settings, rule).astype(dtype)
     query, key, _, d_out = (np.asarray(x).astype(np.float64) for x in (*arrays[:3], d_out))
     d_query, d_key, d_value = (np.zeros(x.shape) for x in arrays[:3])
     heads = query.shape[1] // key.shape[1]
@@ -207,34 +226,51 @@ def numpy_gradients(
     def of_key_heads(x: np.ndarray) -> np.ndarray:
         return x.reshape(len(x), key.shape[1], heads, key.shape[2]).sum(2)
 
-    for rows, of_keys, of_out, keys, values, scores in sequences(arrays, settings):
+    for rows, of_keys, of_out, keys, values, scores, seen, weights in _weighted(
+        arrays, settings, rule
+    ):
         upstream = settings.output_scale * d_out[of_out]
-        weights, d_scores = np.zeros_like(scores), np.einsum("inh,jnh->nij", upstream, values)
+        d_scores = np.einsum("inh,jnh->nij", upstream, values)
         for head, name in enumerate(settings.activations):
-            weights[head] = weight = numpy_activation(name, scores[head])
             if name == "softmax":
-                mean = np.sum(weight * d_scores[head], axis=-1, keepdims=True)
+                mean = np.sum(weights[head] * d_scores[head], axis=-1, keepdims=True)
                 if rounded is not None:
                     out = rounded[of_out, head].astype(np.float64)
                     mean = np.sum(d_out[of_out, head] * out, axis=-1, keepdims=True)
-                d_scores[head] = weight * (d_scores[head] - mean)
+                d_scores[head] = weights[head] * (d_scores[head] - mean)
             else:
                 d_scores[head] *= numpy_slope(name, scores[head])
-        d_scores *= score_slope(settings, scores)
+        d_scores = score_slope(settings, scores) * np.where(seen, d_scores, 0)
         d_query[rows] += np.einsum("nij,jnh->inh", d_scores, keys)
         d_key[of_keys] += of_key_heads(np.einsum("nij,inh->jnh", d_scores, query[rows]))
         d_value[of_keys] += of_key_heads(np.einsum("nij,inh->jnh", weights, upstream))
     return d_query, d_key, d_value
 
 
-def exactly(arrays: Arrays, settings: Settings, d_out: Any) -> tuple[np.ndarray, tuple]:
+def exactly(
+    arrays: Arrays, settings: Settings, d_out: Any, rule: Rule | None = None
+) -> tuple[np.ndarray, tuple]:
     """Out, and the gradients of query, key and value, in f64."""
-    return numpy_oracle(arrays, settings), numpy_gradients(arrays, settings, d_out)
+    gradients = numpy_gradients(arrays, settings, d_out, rule)
+    return numpy_oracle(arrays, settings, rule), gradients
+
+
+def seen_pairs(arrays: Arrays, settings: Settings, rule: Rule) -> np.ndarray:
+    """What a mask shows, of all pairs of rows of the queries and keys: [i, j] bool."""
+    found = np.zeros((arrays.query.shape[0], arrays.key.shape[0]), bool)
+    for rows, of_keys, *_, seen, _ in _weighted(arrays, settings, rule):
+        found[rows, of_keys] = seen
+    return found
 
 
 @functools.partial(jax.jit, static_argnums=1)
-def same_dtype_gdpa(arrays: Arrays, settings: Settings) -> jax.Array:
-    """Out as plain jnp has it: all scores in f32 at once, weights rounded to the dtype."""
+def same_dtype_gdpa(
+    arrays: Arrays, settings: Settings, visible: jax.Array | None = None
+) -> jax.Array:
+    """Out as plain jnp has it: all scores in f32 at once, weights rounded to the dtype.
+
+    `visible`: [i, j] bool, the pairs that a mask shows.
+    """
     query, key, value, cu_q, cu_kv, index, *_ = arrays
     batch = cu_kv.shape[0] - 1 if index is None else index.shape[0]
     if cu_q is None:
@@ -250,6 +286,7 @@ def same_dtype_gdpa(arrays: Arrays, settings: Settings) -> jax.Array:
     key, value = (jnp.where((of_key < 0)[:, None, None], 0, x) for x in (key, value))
     wanted = of_query if index is None else index[jnp.maximum(of_query, 0)]
     seen = (wanted[:, None] == of_key[None]) & (of_query >= 0)[:, None] & (of_key >= 0)[None]
+    seen = seen if visible is None else seen & visible
     keys, values = (jnp.repeat(x, query.shape[1] // x.shape[1], axis=1) for x in (key, value))
     scores = jnp.einsum("inh,jnh->nij", query, keys, preferred_element_type=jnp.float32)
     scores = scores * jnp.float32(settings.scale)

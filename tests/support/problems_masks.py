@@ -1,19 +1,15 @@
-"""Masks of generalised dot-product attention as dense rules, and oracles in NumPy's f64."""
+"""Masks of generalised dot-product attention as dense rules."""
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 import problems_gdpa
-from problems_gdpa import Shape
+from problems_gdpa import Rule, Shape
 
 import ikbo_jax as ikbo
 from ikbo_jax import masks
-from ikbo_jax.reference.gdpa import Arrays, Settings, out_shape
-
-#: Takes a sequence's number, queries and keys; returns [queries, keys] bool.
-Rule = Callable[[int, int, int], np.ndarray]
+from ikbo_jax.reference.gdpa import Arrays
 
 
 class Case(NamedTuple):
@@ -115,58 +111,6 @@ def cases(shape: Shape) -> dict[str, Case]:
         "interval": intervals_case(shape, 1),
         "two_intervals": intervals_case(shape, 2),
     }
-
-
-def _of_sequences(arrays: Arrays, settings: Settings, rule: Rule) -> Any:
-    """`problems_gdpa.sequences`, with the mask and the weights [N, i, j] of every sequence."""
-    for number, found in enumerate(problems_gdpa.sequences(arrays, settings)):
-        scores = found[-1]
-        seen = rule(number, *scores.shape[1:])
-        weights = np.zeros_like(scores)
-        for head, name in enumerate(settings.activations):
-            some = seen.any(axis=1) if name == "softmax" else slice(None)
-            x = np.where(seen, scores[head], -np.inf) if name == "softmax" else scores[head]
-            weights[head][some] = problems_gdpa.numpy_activation(name, x[some])
-        yield *found, seen, np.where(seen, weights, 0)
-
-
-def oracle(
-    arrays: Arrays, settings: Settings, d_out: Any, rule: Rule
-) -> tuple[np.ndarray, tuple[np.ndarray, ...]]:
-    """Out, and the gradients of query, key and value, in f64."""
-    query, key, _, d_out = (np.asarray(x).astype(np.float64) for x in (*arrays[:3], d_out))
-    out = np.zeros(out_shape(arrays, settings))
-    d_query, d_key, d_value = (np.zeros(x.shape) for x in arrays[:3])
-
-    def of_key_heads(x: np.ndarray) -> np.ndarray:
-        heads = x.shape[1] // key.shape[1]
-        return x.reshape(len(x), key.shape[1], heads, key.shape[2]).sum(2)
-
-    for rows, of_keys, of_out, keys, values, scores, seen, weights in _of_sequences(
-        arrays, settings, rule
-    ):
-        out[of_out] = settings.output_scale * np.einsum("nij,jnh->inh", weights, values)
-        upstream = settings.output_scale * d_out[of_out]
-        d_scores = np.einsum("inh,jnh->nij", upstream, values)
-        for head, name in enumerate(settings.activations):
-            if name == "softmax":
-                mean = np.sum(weights[head] * d_scores[head], axis=-1, keepdims=True)
-                d_scores[head] = weights[head] * (d_scores[head] - mean)
-            else:
-                d_scores[head] *= problems_gdpa.numpy_slope(name, scores[head])
-        d_scores = problems_gdpa.score_slope(settings, scores) * np.where(seen, d_scores, 0)
-        d_query[rows] += np.einsum("nij,jnh->inh", d_scores, keys)
-        d_key[of_keys] += of_key_heads(np.einsum("nij,inh->jnh", d_scores, query[rows]))
-        d_value[of_keys] += of_key_heads(np.einsum("nij,inh->jnh", weights, upstream))
-    return out, (d_query, d_key, d_value)
-
-
-def lse(arrays: Arrays, settings: Settings, rule: Rule) -> np.ndarray:
-    """The logarithm of the sum of a row's powers over the keys that it sees, [rows, N]."""
-    found = np.full(out_shape(arrays, settings)[:2], -np.inf)
-    for _, _, of_out, _, _, scores, seen, _ in _of_sequences(arrays, settings, rule):
-        found[of_out] = np.logaddexp.reduce(np.where(seen, scores, -np.inf), axis=2).T
-    return found
 
 
 def attend(arrays: Arrays, mask: masks.Mask, **options: Any) -> jax.Array:

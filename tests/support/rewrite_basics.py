@@ -13,6 +13,7 @@ from jax.extend import core
 
 import ikbo_jax as ikbo
 from ikbo_jax.rewrite import Lazy, NotCovered, RewriteReport, register_rule
+from ikbo_jax.rewrite.report.cost import program_cost
 from ikbo_jax.rewrite.report.products import RARE
 from ikbo_jax.rewrite.report.saved import BothCosts
 from ikbo_jax.rewrite.values import jaxprs, registry
@@ -112,6 +113,12 @@ def largest_outside_ops(fn, *args) -> int:
                     yield from sizes(inner)
 
     return max(sizes(jax.make_jaxpr(ikbo.rewrite(fn))(*args)))
+
+
+def share_saved(fn, *args) -> float:
+    """The share of a function's FLOPs that its rewrite saves."""
+    original, ours = (program_cost(jax.make_jaxpr(f)(*args)).flops for f in (fn, ikbo.rewrite(fn)))
+    return 1 - ours / original
 
 
 def report_of(fn, *args, **kwargs) -> RewriteReport:
