@@ -123,7 +123,7 @@ def axes_of(groups: tuple[Group, ...]) -> Axes:
 
 def axes_of_value(x: Any) -> Axes:
     """Returns the axes of a value, which may be no reshape."""
-    return axes_of(x.groups if isinstance(x, Reshaped) else plain_groups(shape_of(x)))
+    return axes_of(x.groups if type(x) is Reshaped else plain_groups(shape_of(x)))
 
 
 def equation(eqn: Any, primitive: Any, avals: Sequence[Any], out_shape: Any, params: Any) -> Any:
@@ -147,7 +147,7 @@ def to_shape(ctx: Context, eqn: Any, x: Any, shape: Sequence[int]) -> Any:
 
 def flattened(ctx: Context, eqn: Any, x: Any, axes: Axes) -> Any:
     """Reshapes an operand as before the reshape; its special groups may have size 1."""
-    if isinstance(x, Reshaped):
+    if type(x) is Reshaped:
         if axes_of(x.groups).places == axes.places:
             return x.inner
         x = ctx.materialise(eqn, x, "values that are reshaped differently")

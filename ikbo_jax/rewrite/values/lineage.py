@@ -292,7 +292,7 @@ def slice_along(value: Any, start: int, stop: int, axis: int) -> Any:
 def is_at_least(size: Any, other: Any) -> bool:
     """Whether `size >= other`, for all values of symbolic dimensions."""
     difference = size - other
-    if isinstance(difference, int):
+    if type(difference) is int:
         return difference >= 0
     return export.symbolic_dim_bounds(difference)[0] >= 0
 

@@ -60,7 +60,7 @@ class Reshaped(Deferred):
 
     @functools.cached_property
     def splits(self) -> bool:
-        return any(len(group.sizes) > 1 for group in self.groups)
+        return len(self.shape) > len(self.groups)
 
     @property
     def dtype(self) -> Any:
@@ -98,7 +98,7 @@ class Reshaped(Deferred):
 
 def is_split(value: Any) -> bool:
     """Whether a value is a reshape that splits a dimension."""
-    return isinstance(value, Reshaped) and value.splits
+    return type(value) is Reshaped and value.splits
 
 
 def plain_groups(shape: Sequence[Any]) -> tuple[Group, ...]:

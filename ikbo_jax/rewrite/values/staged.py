@@ -81,12 +81,6 @@ def is_local(aval: Any) -> bool:
     return type(aval) is jax.core.ShapedArray and aval.sharding.mesh.empty
 
 
-def _made(name: str, operands: Sequence[Any], **params: Any) -> Any:
-    """Computes the function `name` of `jax.lax`, whose primitive has these parameters."""
-    primitive, others = _equation(name)
-    return bind(primitive, operands, {**others, **params})
-
-
 @functools.cache
 def _equation(name: str) -> tuple[core.Primitive, dict[str, Any]]:
     """Returns the primitive of a function of `jax.lax`, and the parameters that it sets."""
@@ -122,7 +116,8 @@ def transpose(x: Any, permutation: Sequence[int]) -> Any:
     permutation = tuple(permutation)
     if permutation == tuple(range(len(permutation))):
         return x
-    return _made("transpose", (x,), permutation=permutation)
+    primitive, params = _equation("transpose")
+    return bind(primitive, (x,), {**params, "permutation": permutation})
 
 
 def reshape(x: Any, shape: Sequence[int]) -> Any:
@@ -132,7 +127,8 @@ def reshape(x: Any, shape: Sequence[int]) -> Any:
         return lax.reshape(x, shape)
     if x.aval.shape == shape:
         return x
-    return _made("reshape", (x,), new_sizes=shape)
+    primitive, params = _equation("reshape")
+    return bind(primitive, (x,), {**params, "new_sizes": shape})
 
 
 def squeeze(x: Any, dimensions: Sequence[int]) -> Any:
@@ -140,13 +136,15 @@ def squeeze(x: Any, dimensions: Sequence[int]) -> Any:
     dimensions = tuple(dimensions)
     if not dimensions:
         return x
-    return _made("squeeze", (x,), dimensions=dimensions)
+    primitive, params = _equation("squeeze")
+    return bind(primitive, (x,), {**params, "dimensions": dimensions})
 
 
 def broadcast_in_dim(x: Any, shape: Sequence[int], dims: Sequence[int]) -> Any:
     """Computes `lax.broadcast_in_dim(x, shape, dims)`."""
-    params = {"shape": tuple(shape), "broadcast_dimensions": tuple(dims)}
-    return _made("broadcast_in_dim", (x,), **params)
+    primitive, params = _equation("broadcast_in_dim")
+    own = {"shape": tuple(shape), "broadcast_dimensions": tuple(dims)}
+    return bind(primitive, (x,), {**params, **own})
 
 
 def expand_dims(x: Any, dimensions: Sequence[int]) -> Any:
@@ -162,8 +160,9 @@ def expand_dims(x: Any, dimensions: Sequence[int]) -> Any:
 def slice_of(x: Any, starts: Sequence[int], stops: Sequence[int], strides: Any = None) -> Any:
     """Computes `lax.slice(x, starts, stops, strides)`."""
     strides = None if strides is None or all(n == 1 for n in strides) else tuple(strides)
-    params = {"start_indices": tuple(starts), "limit_indices": tuple(stops), "strides": strides}
-    return _made("slice", (x,), **params)
+    primitive, params = _equation("slice")
+    own = {"start_indices": tuple(starts), "limit_indices": tuple(stops), "strides": strides}
+    return bind(primitive, (x,), {**params, **own})
 
 
 def slice_in_dim(x: Any, start: int, stop: int, axis: int) -> Any:
@@ -179,7 +178,8 @@ def concatenate(arrays: Sequence[Any], axis: int) -> Any:
     """Computes `lax.concatenate(arrays, axis)`."""
     if len(arrays) == 1:
         return arrays[0]
-    return _made("concatenate", arrays, dimension=axis)
+    primitive, params = _equation("concatenate")
+    return bind(primitive, arrays, {**params, "dimension": axis})
 
 
 def cast(x: Any, dtype: Any) -> Any:
@@ -189,7 +189,8 @@ def cast(x: Any, dtype: Any) -> Any:
         if old == dtype and not x.aval.weak_type:
             return x
         if isinstance(old, np.dtype) and old.kind != "c":
-            return _made("convert_element_type", (x,), new_dtype=dtype)
+            primitive, params = _equation("convert_element_type")
+            return bind(primitive, (x,), {**params, "new_dtype": dtype})
     return lax.convert_element_type(x, dtype)
 
 
@@ -214,13 +215,14 @@ def gather_rows(x: Any, index: Any, axis: int) -> Any:
     numbers = lax.GatherDimensionNumbers(offset, (axis,), (axis,))
     sizes = (*shape[:axis], 1, *shape[axis + 1 :])
     column = expand_dims(index, (1,))
-    params: dict[str, Any] = {"dimension_numbers": numbers, "slice_sizes": sizes}
+    primitive, others = _equation("gather")
+    params = {**others, "dimension_numbers": numbers, "slice_sizes": sizes}
     if not any(entries := mesh_axes(index)):
-        return _made("gather", (x, column), **params)
+        return bind(primitive, (x, column), params)
     spec = [*jax.typeof(x).sharding.spec]
     spec[axis : axis + 1] = entries
     sharding = jax.typeof(index).sharding.update(spec=PartitionSpec(*spec))
-    return over_auto_axes(lambda *arrays: _made("gather", arrays, **params), sharding)(x, column)
+    return over_auto_axes(lambda *arrays: bind(primitive, arrays, params), sharding)(x, column)
 
 
 def alike(arrays: Sequence[Any]) -> Sequence[Any]:
