@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from ikbo_jax.ops import attention_vmap, dispatch, pages
 from ikbo_jax.ops.attention_vmap import Arrays
-from ikbo_jax.ops.op import Call, Gradient, gradient_config
+from ikbo_jax.ops.op import Call, Gradient
 from ikbo_jax.ops.sharded import run_kernel
 from ikbo_jax.ops.stacking import concatenate, unstack
 from ikbo_jax.problems import AttentionBackwardConfig, AttentionBackwardProblem, AttentionProblem
@@ -56,7 +56,7 @@ def choose(
         why_not = why_not or "key_value_ranges run in XLA"
     if problem.page:
         why_not = why_not or "a page_table runs in XLA"
-    return gradient_config(request, backward, why_not)
+    return dispatch.gradient_config(request, backward, why_not)
 
 
 def _pull_back(call: AttentionCall, operands: Operands, cotangents: Gradients) -> tuple[Operands]:

@@ -216,6 +216,13 @@ def kernel_config(request: Request, problem: Any) -> tuple[Any, str]:
     return config, reason
 
 
+def gradient_config(request: Request, problem: Any, reason: str | None = None) -> tuple[Any, str]:
+    """Returns the configuration of a gradient's kernels, or None for XLA because of `reason`."""
+    if reason:
+        return None, reason
+    return kernel_config(dataclasses.replace(request, op=problem.op, config=None), problem)
+
+
 #: Names of a problem's sizes in the documentation, by field; fields not listed keep their name.
 _AXES = {
     "users": "U",

@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 
 from ikbo_jax.ops import dispatch
-from ikbo_jax.ops.op import gradient_config
 from ikbo_jax.problems import GdpaBackwardProblem, GdpaBackwardTuning, GdpaProblem
 from ikbo_jax.problems import gdpa_backward as configs
 from ikbo_jax.problems.hopper import BLOCK_K, TILE_ROWS, WGMMA_M
@@ -23,7 +22,7 @@ def choose(
 ) -> tuple[GdpaBackwardTuning | None, str]:
     """Returns the configuration of the gradient's kernels, or None for XLA; and the reason."""
     backward = GdpaBackwardProblem.of(problem)
-    return gradient_config(request, backward, configs.illegal_reason(problem))
+    return dispatch.gradient_config(request, backward, configs.illegal_reason(problem))
 
 
 def kernel_vjp(

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from ikbo_jax.ops import dispatch, look_up
-from ikbo_jax.ops.op import Call, Gradient, gradient_config
+from ikbo_jax.ops.op import Call, Gradient
 from ikbo_jax.ops.sharded import run_kernel
 from ikbo_jax.ops.stacking import concatenate, own_index, stack, unstack
 from ikbo_jax.problems import (
@@ -91,7 +91,7 @@ def choose(
 ) -> tuple[LinearCompressionBackwardTuning | None, str]:
     """Returns the configuration of the gradient's kernels, or None for XLA; and the reason."""
     backward = LinearCompressionBackwardProblem.of(problem)
-    return gradient_config(request, backward, illegal_reason(problem))
+    return dispatch.gradient_config(request, backward, illegal_reason(problem))
 
 
 def kernel_vjp(

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from ikbo_jax.ops import arguments, dispatch
-from ikbo_jax.ops.op import Call, Gradient, Named, Op, Part, Pulled, gradient_config
+from ikbo_jax.ops.op import Call, Gradient, Named, Op, Part, Pulled
 from ikbo_jax.ops.partition import Division, dimensions
 from ikbo_jax.ops.sharded import run_kernel, zeros
 from ikbo_jax.ops.stacking import own_index, unstack
@@ -240,7 +240,7 @@ def _choose(request: dispatch.Request, problem: RowsProblem) -> tuple[Any, str]:
     """Chooses the configuration of a kernel in a gradient, or None for XLA; and says why."""
     if request.implementation == "xla":
         return None, "requested by the caller"
-    return gradient_config(request, problem)
+    return dispatch.gradient_config(request, problem)
 
 
 def _transposed(

@@ -444,12 +444,3 @@ class Gradient[C: Call, O, G]:
         """Runs problems one after another."""
         run = functools.partial(self.vmappable, call)
         return map_sequentially(run, batched, operands)
-
-
-def gradient_config(
-    request: dispatch.Request, problem: Problem, reason: str | None = None
-) -> tuple[Any, str]:
-    """Returns the configuration of a gradient's kernels, or None for XLA because of `reason`."""
-    if reason:
-        return None, reason
-    return dispatch.kernel_config(dataclasses.replace(request, op=problem.op, config=None), problem)
