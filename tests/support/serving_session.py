@@ -5,12 +5,14 @@ Usage: serving_session.py CACHE. All checks on what it prints are in `test_servi
 
 import asyncio
 import collections
+import functools
 import json
 import os
 import pathlib
 import signal
 import sys
 import time
+import types
 from typing import Any
 
 import aiohttp
@@ -51,6 +53,16 @@ class Session:
         self.service, self.url = service, service.url
         self.source = models.SOURCES["tiny"]()
         self.offline: dict[str, serving_oracle.Offline] = {}
+        self.errors: collections.Counter[str] = collections.Counter()
+        trace = aiohttp.TraceConfig()
+        trace.on_request_exception.append(self.failed)
+        # The load's own session, so that a request without a status can say why.
+        traced: Any = functools.partial(aiohttp.ClientSession, trace_configs=[trace])
+        module: Any = load
+        module.aiohttp = types.SimpleNamespace(**vars(aiohttp) | {"ClientSession": traced})
+
+    async def failed(self, session: Any, context: Any, request: Any) -> None:
+        self.errors[repr(request.exception)] += 1
 
     def plan(self, **changes: Any) -> plans.Plan:
         fields = {"rate": 15, "seconds": 4, "users": 100, "items": 200, "fewest": 1, "most": MOST}
@@ -83,6 +95,7 @@ class Session:
             ),
             "users": len({one.asked.user for one in told if one.replica}),
             "retried": sum(one.tries > 1 for one in told),
+            "errors": dict(self.errors),
         }
 
     async def division(self) -> list[str]:
