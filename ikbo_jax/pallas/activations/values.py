@@ -1,4 +1,4 @@
-"""What activations and their slopes have in common, on f32 [64, columns] in a kernel.
+"""Activations and their slopes (derivatives) in a kernel, element by element on f32 [64, columns].
 
 The special function unit limits their speed.  It returns 16 results a cycle, and at H = 128 the
 products consume 8 scores a cycle: with two results per score it takes as long as the tensor core.
@@ -28,6 +28,15 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, vector
 
 from ikbo_jax.pallas.hopper import inline, mosaic
+from ikbo_jax.reference.activations import (
+    APPROXIMATIONS,
+    LEAKY_SLOPE,
+    POLYNOMIAL,
+    POLYNOMIAL_DOMAIN,
+    TANH_CUBIC,
+    TANH_SCALE,
+    one_by_one,
+)
 
 LOG2_E = math.log2(math.e)
 #: Columns that are activated at a time.  Every operation is emitted for all columns of a chunk:
@@ -56,6 +65,30 @@ MIN_SILU = -42.0
 #: huge score would be infinite.
 MAX_GELU_TANH = 10.0
 
+Pair = tuple[jax.Array, jax.Array]
+
+
+def activate(names: tuple[str, ...], approx: str | None, head: Any, x: jax.Array) -> jax.Array:
+    """Computes act(x) of one head, for x [64, columns] f32; `names` are of all heads, or one for
+    all.
+    """
+
+    def evaluate(name: str, x: jax.Array) -> jax.Array:
+        return _evaluate(name, approx, x, needs_slope=False)[0]
+
+    return by_chunks(names, head, x, evaluate)
+
+
+def activate_with_slope(
+    names: tuple[str, ...], approx: str | None, head: Any, x: jax.Array
+) -> Pair:
+    """Computes (act(x), act'(x)) of one head; for the arguments see `activate`."""
+
+    def evaluate(name: str, x: jax.Array) -> Pair:
+        return _evaluate(name, approx, x, needs_slope=True)
+
+    return by_chunks(names, head, x, evaluate)
+
 
 def by_chunks(names: tuple[str, ...], head: Any, x: jax.Array, evaluate: Any) -> Any:
     """Calls `evaluate(name, x)` for the head's activation, a chunk of x [64, columns] at a time."""
@@ -81,12 +114,85 @@ def _of_head(names: tuple[str, ...], head: Any, evaluate: Any) -> Any:
     return lax.switch(kind, [functools.partial(evaluate, name) for name in kinds])
 
 
+def _evaluate(name: str, approx: str | None, x: jax.Array, *, needs_slope: bool) -> Pair:
+    """Computes (act(x), act'(x)); unless `needs_slope`, the second array is a placeholder."""
+    approx = one_by_one(approx)
+    if approx is not None and name in APPROXIMATIONS[approx]:
+        name = f"{approx} {name}"
+    if name in _WITH_SIGMOID:
+        return _WITH_SIGMOID[name](x, needs_slope)
+    value, slope = _WITHOUT_SIGMOID[name](x, needs_slope)
+    if name == "identity" and not mosaic.is_interpreted():
+        # A constant has no layout, unlike other slopes.
+        slope = plgpu.layout_cast(slope, plgpu.Layout.WGMMA)
+    return value, slope
+
+
 def horner(coefficients: tuple[float, ...], x: jax.Array) -> jax.Array:
     """Evaluates the polynomial of x with `coefficients` in rising powers."""
     total = x * jnp.float32(coefficients[-1]) + jnp.float32(coefficients[-2])
     for c in coefficients[-3::-1]:
         total = total * x + jnp.float32(c)
     return total
+
+
+def _limit(x: jax.Array, low: float, high: float) -> jax.Array:
+    return jnp.minimum(jnp.maximum(x, jnp.float32(low)), jnp.float32(high))
+
+
+def _identity(x: jax.Array, needs_slope: bool) -> Pair:
+    return x, jnp.full_like(x, 1.0) if needs_slope else x
+
+
+def _relu(x: jax.Array, needs_slope: bool) -> Pair:
+    slope = jnp.where(x > 0, jnp.full_like(x, 1.0), jnp.full_like(x, 0.0)) if needs_slope else x
+    return jnp.maximum(x, jnp.float32(0)), slope
+
+
+def _leaky_relu(x: jax.Array, needs_slope: bool) -> Pair:
+    value = jnp.maximum(x, x * jnp.float32(LEAKY_SLOPE))
+    if not needs_slope:
+        return value, x
+    return value, jnp.where(x >= 0, jnp.full_like(x, 1.0), jnp.full_like(x, LEAKY_SLOPE))
+
+
+def _relu_squared(x: jax.Array, needs_slope: bool) -> Pair:
+    positive = jnp.maximum(x, jnp.float32(0))
+    return positive * positive, positive + positive if needs_slope else x
+
+
+def _hardswish(x: jax.Array, needs_slope: bool) -> Pair:
+    value = x * _limit(x * jnp.float32(1 / 6) + jnp.float32(0.5), 0.0, 1.0)
+    if not needs_slope:
+        return value, x
+    middle = x * jnp.float32(1 / 3) + jnp.float32(0.5)
+    slope = jnp.where(x >= 3.0, jnp.full_like(x, 1.0), middle)
+    return value, jnp.where(x <= -3.0, jnp.full_like(x, 0.0), slope)
+
+
+def _gelu(x: jax.Array, needs_slope: bool) -> Pair:
+    """x · Φ(x) = max(x, 0) − |x| · Φ(−|x|), which keeps the small results at negative scores."""
+    distance = jnp.minimum(jnp.abs(x), jnp.float32(PHI_DOMAIN))
+    tail = jnp.exp2(horner(LOG2_PHI, distance))
+    value = jnp.maximum(x, jnp.float32(0)) - distance * tail
+    if not needs_slope:
+        return value, x
+    phi = jnp.where(x > 0, jnp.float32(1) - tail, tail)
+    density = jnp.exp2(distance * distance * jnp.float32(-0.5 * LOG2_E))
+    inside = _limit(x, -PHI_DOMAIN, PHI_DOMAIN)
+    return value, phi + inside * density * jnp.float32(1 / math.sqrt(2 * math.pi))
+
+
+def _polynomial_gelu(x: jax.Array, needs_slope: bool) -> Pair:
+    inside = _limit(x, -POLYNOMIAL_DOMAIN, POLYNOMIAL_DOMAIN)
+    square = inside * inside
+    phi = _limit(inside * horner(POLYNOMIAL, square) + jnp.float32(0.5), 0.0, 1.0)
+    if not needs_slope:
+        return x * phi, x
+    coefficients = tuple((2 * k + 1) * c for k, c in enumerate(POLYNOMIAL))
+    density = horner(coefficients, square)
+    is_inside = jnp.abs(x) < POLYNOMIAL_DOMAIN
+    return x * phi, phi + inside * jnp.where(is_inside, density, jnp.full_like(x, 0.0))
 
 
 def reciprocal(x: jax.Array) -> jax.Array:
@@ -109,3 +215,71 @@ def reciprocal(x: jax.Array) -> jax.Array:
         return inline.accumulator(registers)
 
     return inverted
+
+
+def _silu(x: jax.Array, needs_slope: bool) -> Pair:
+    bounded = jnp.maximum(x, jnp.float32(MIN_SILU))
+    exponential = jnp.exp2(bounded * jnp.float32(-LOG2_E))
+    gate = reciprocal(exponential + jnp.float32(1))
+    value = bounded * gate
+    if not needs_slope:
+        return value, x
+    return value, gate + value * (exponential * gate)
+
+
+def _gelu_tanh(x: jax.Array, needs_slope: bool) -> Pair:
+    """x · sigmoid(2y), where (1 + tanh(y)) / 2 = sigmoid(2y)."""
+    bounded = jnp.maximum(x, jnp.float32(MIN_GELU_TANH))
+    factor = -2 * LOG2_E * TANH_SCALE
+    square = bounded * bounded
+    exponent = bounded * (square * jnp.float32(factor * TANH_CUBIC) + jnp.float32(factor))
+    exponential = jnp.exp2(exponent)
+    gate = reciprocal(exponential + jnp.float32(1))
+    value = bounded * gate
+    if not needs_slope:
+        return value, x
+    inside = jnp.minimum(bounded, jnp.float32(MAX_GELU_TANH))
+    growth = inside * inside * jnp.float32(6 * TANH_SCALE * TANH_CUBIC)
+    growth = inside * (growth + jnp.float32(2 * TANH_SCALE))
+    return value, gate + gate * (exponential * gate) * growth
+
+
+def _tanh_silu(x: jax.Array, needs_slope: bool) -> Pair:
+    half = x * jnp.float32(0.5)
+    inner = jnp.tanh(half)  # tanh.approx.f32: see `mosaic.compiler_params`
+    value = half * inner + half
+    if not needs_slope:
+        return value, x
+    rest = jnp.float32(1) - inner * inner
+    inside = _limit(half, -32.0, 32.0)
+    return value, inner * jnp.float32(0.5) + jnp.float32(0.5) + inside * rest * jnp.float32(0.5)
+
+
+def _tanh_gelu_tanh(x: jax.Array, needs_slope: bool) -> Pair:
+    scaled = x * jnp.float32(TANH_SCALE)
+    inner = jnp.tanh(x * x * (scaled * jnp.float32(TANH_CUBIC)) + scaled)
+    half = x * jnp.float32(0.5)
+    value = half * inner + half
+    if not needs_slope:
+        return value, x
+    inside = _limit(half, -MAX_GELU_TANH / 2, MAX_GELU_TANH / 2)
+    growth = inside * inside * jnp.float32(12 * TANH_SCALE * TANH_CUBIC) + jnp.float32(TANH_SCALE)
+    rest = jnp.float32(1) - inner * inner
+    return value, inner * jnp.float32(0.5) + jnp.float32(0.5) + inside * rest * growth
+
+
+_WITHOUT_SIGMOID = {
+    "identity": _identity,
+    "relu": _relu,
+    "leaky_relu": _leaky_relu,
+    "relu_squared": _relu_squared,
+    "hardswish": _hardswish,
+    "gelu": _gelu,
+    "polynomial gelu": _polynomial_gelu,
+}
+_WITH_SIGMOID = {
+    "silu": _silu,
+    "gelu_tanh": _gelu_tanh,
+    "tanh silu": _tanh_silu,
+    "tanh gelu_tanh": _tanh_gelu_tanh,
+}

@@ -119,8 +119,9 @@ def compute_weights(spec: ActivationSpec, head: Any, scores: jax.Array) -> Weigh
     if spec.is_packed:
         return _packed(spec, scores)
     if not spec.takes_raw_scores:
-        scores = scores * jnp.float32(spec.scale)
-        spec = spec._replace(scale=1.0, has_f32_range=False)
+        if spec.scale != 1:
+            scores = scores * jnp.float32(spec.scale)
+        return activations.activate(spec.names, spec.approx, head, scores)
 
     def evaluate(name: str, scores: jax.Array) -> jax.Array:
         weights = _WEIGHTS[spec.full_name(name)](scores, spec.scale)

@@ -34,7 +34,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from ikbo_jax.pallas.activations.weights import ActivationSpec, compute_weights, round_weights
+from ikbo_jax.pallas.activations.values import activate
 from ikbo_jax.pallas.hopper import mma, operand_tiles
 from ikbo_jax.pallas.hopper.launch import Roles, launch
 from ikbo_jax.pallas.linear import row_statistics, rows
@@ -289,7 +289,6 @@ def _store_jobs(
     """Lists what adds biases to a finished tile, activates and stores it, chunk by chunk."""
     dtype = ctx.operands.x.dtype
     group = ctx.group(tile.number)
-    activation = ActivationSpec(ctx.shape.activations, None, 1.0, 1.0, has_f32_range=True)
     rounded: list[jax.Array] = []
 
     def projected(begin: int, width: int) -> jax.Array:
@@ -314,8 +313,9 @@ def _store_jobs(
         ctx.with_group(tile.number, copy)
 
     def job(begin: int) -> None:
-        activated = compute_weights(activation, group, projected(begin, CHUNK))
-        rounded.append(round_weights(activated, dtype))
+        names, values = ctx.shape.activations, projected(begin, CHUNK)
+        activated = activate(names, None, group, values)
+        rounded.append(activated.astype(dtype))
         if (begin + CHUNK) % STORE_COLUMNS:
             return
         values, first = jnp.concatenate(rounded, axis=1), begin + CHUNK - STORE_COLUMNS
