@@ -119,10 +119,7 @@ def test_a_killed_replica_loses_no_request(session):
 def test_requests_have_a_status_where_all_replicas_are_killed(session):
     """HAProxy sends what the replicas had to Ray's proxy, which gives up after the deadline."""
     found = session["kill_all"]
-    statuses = dict(found["statuses"])
-    # Once in 44 times, connections closed: at most what comes in a fifth of a second.
-    assert statuses.pop("0", 0) <= 12, (found["statuses"], found["errors"])
-    assert statuses.keys() <= {"200", "408", "503"}
+    assert found["statuses"].keys() <= {"200", "408", "503"}, (found["statuses"], found["errors"])
     assert (found["replicas_after"], found["same"]) == (2, 0)
     assert (found["wrong"], found["current"]) == (0, ["2", "2"])
 
