@@ -152,11 +152,25 @@ def test_features_that_constants_select_keep_xlas_gradient_in_float32(monkeypatc
         assert_same_up_to_rounding(*(jax.jit(g)(*args) for g in gradients), 1e-4)
 
 
-def test_on_a_gpu_a_program_that_selects_features_must_save_more(monkeypatch) -> None:
+def test_on_a_gpu_selected_features_have_a_price(monkeypatch) -> None:
+    """As FiBiNET's pairs of fields, most of its time, which the rewriting takes of two values."""
     monkeypatch.setattr(cost, "on_gpu", lambda: True)
     large = Program("fibinet", 1, "float32")
     (report,) = ikbo.explain(ikbo.rewrite(large.scores), *large.shapes).notes
     assert "it would take as long on a GPU" in report.reason
+
+    def nbytes(fn, *args):
+        return cost.program_cost(jax.make_jaxpr(fn)(*args)).nbytes
+
+    x, rows = jnp.ones((8, 4, 16)), jnp.zeros(6, jnp.int32)
+    read = 4 * (8 * 4 * 16 + 6 + 8 * 6)
+    assert nbytes(lambda x, i: x[:, i].sum(-1), x, rows) == read + 2 * 8 * 6 * 16
+    # A table of few rows is read once.
+    assert nbytes(lambda x, i: x[i].sum((1, 2)), x[:1], rows) == 4 * (4 * 16 + 6 + 6)
+    parts = [x[:, :1]] * 12
+    few, many = (nbytes(lambda *x: jnp.concatenate(x, 1).sum(-1), *parts[:n]) for n in (4, 12))
+    assert few == 4 * (8 * 4 * 16 + 8 * 4)
+    assert many == 4 * (8 * 12 * 16 + 8 * 12) + 2 * 8 * 12 * 16
 
 
 def test_on_a_gpu_a_product_with_vectors_looks_up_for_itself(monkeypatch) -> None:

@@ -139,7 +139,6 @@ class _Original:
             ]
             nonlocal has_unread, exceptions
             has_unread, exceptions = ctx.programs.unread, len(ctx.programs.exceptions)
-            recorder.selects_features = ctx.programs.selects_features
             avals = [v.aval for v in self.jaxpr.outvars]
             results = [_as_declared(x, aval) for x, aval in zip(results, avals, strict=True)]
             return [*results, *ctx.programs.exceptions]
@@ -312,7 +311,7 @@ def _interpreted(original: _Original, inputs: list[Any]) -> tuple[_Original, Rec
         if recorder.changed:
             recorder.programs = tuple(map(with_constants_last, (original.jaxpr, program)))
             before, after = cost.decisive_costs(*recorder.programs)
-            recorder.refusal = cost.refusal(after, before, recorder.selects_features)
+            recorder.refusal = cost.refusal(after, before)
     except unread.RowsAreRead:
         return _interpreted(dataclasses.replace(original, leaves_unread=False), inputs)
     except ImportError:

@@ -24,10 +24,12 @@ from ikbo_jax.rewrite.report.products import (
     RARE,
     REDUCTIONS,
     SAME,
+    SELECTED_BYTES,
     Sums,
     flops_of_op,
     flops_of_product,
     is_of_vectors,
+    selected_elements,
     sums_of_calls,
 )
 from ikbo_jax.rewrite.values import lineage
@@ -36,12 +38,10 @@ from ikbo_jax.rewrite.values.jaxprs import OPS, inner_programs
 #: By how much the products of a rewritten program may exceed the original's: percent, and the
 #: operations that a GPU covers in the time of one launch.
 _FLOPS_SLACK = (1, 1_000_000)
-#: On a GPU, the most that a program may take of the original's time if the estimate is rough.
-_ROUGH_PERCENT = 80
 #: On a CPU, a program runs that saves this part of the time by the quicker count.
 _CLEAR_PERCENT = 20
 
-_ELEMENTWISE = (explain.WITHOUT_PROGRAMS | SAME) - REDUCTIONS - PARTS
+_ELEMENTWISE = (explain.WITHOUT_PROGRAMS | SAME) - REDUCTIONS - PARTS - {"concatenate"}
 _NONE: frozenset[Any] = frozenset()
 
 
@@ -99,19 +99,14 @@ def femtoseconds(cost: Cost) -> Any:
     return device.flop * cost.flops + device.byte * cost.nbytes + device.kernel * kernels
 
 
-def refusal(new: Cost, old: Cost, is_rough: bool = False) -> str:
-    """Says why a rewritten program costs too much to run; "" if it does not.
-
-    `is_rough` says that both programs select features, which the counts leave out: on a GPU, most
-    of FiBiNET's time, which was 1.17 times the original's where 0.91 times was expected.
-    """
+def refusal(new: Cost, old: Cost) -> str:
+    """Says why a rewritten program costs too much to run; "" if it does not."""
     percent, flops = _FLOPS_SLACK
     # Integers, since symbolic dimensions are compared with integers alone.
     if not lineage.is_at_least((100 + percent) * old.flops + 100 * flops, 100 * new.flops):
         return f"its products would take {_text(new.flops)} FLOP instead of {_text(old.flops)}"
     device = _GPU if on_gpu() else _CPU
-    percent = min(device.percent, _ROUGH_PERCENT) if is_rough and on_gpu() else device.percent
-    allowed = percent * femtoseconds(old) + 100 * device.slack
+    allowed = device.percent * femtoseconds(old) + 100 * device.slack
     if lineage.is_at_least(allowed, 100 * femtoseconds(new)):
         return ""
     kinds = (new.launches, old.launches, "kernels"), (new.flops, old.flops, "FLOP")
@@ -295,12 +290,16 @@ class _Walk:
             # A part of a value is read alone; a table with fewer rows than are looked up is cached.
             table = self._read_of(eqn.invars[:1])
             if name in LOOKUPS:
-                self.add(0, self.bytes_of(eqn.invars[1:2]))
+                selected = SELECTED_BYTES * selected_elements(eqn)
+                self.add(0, self.bytes_of(eqn.invars[1:2]) + selected)
             for v in eqn.outvars:
                 is_table = name in LOOKUPS and lineage.is_at_least(
                     self.bytes_of((v,)), self.bytes_of(table)
                 )
                 self.place(v, table if is_table else frozenset([v]), name in MOVES)
+        elif name == "concatenate":
+            self.add(0, SELECTED_BYTES * selected_elements(eqn))
+            self.place(eqn.outvars[0], self._read_of(eqn.invars), is_moved=True)
         elif params.get("name") not in RARE:
             for v in eqn.outvars:
                 self.place(v, self._read_of(eqn.invars), is_moved=False)

@@ -18,6 +18,11 @@ CUDNN = {CUDNN_FORWARD: 2, "dot_product_attention_bwd_wrapper": 5}
 
 LOOKUPS = frozenset(["gather", "ikbo_rows"])
 MOVES = LOOKUPS | {"concatenate", "dynamic_slice", "pad", "stack", "transpose"}
+#: Bytes, read at the rate of device memory, in whose time a GPU selects an element: 0.65 ps.
+#: FiBiNET takes 0.63 ps for each in bfloat16, 0.80 in float32, besides what it reads (H200).
+SELECTED_BYTES = 2
+#: Parts of a concatenation from which on its elements are selected.
+_MANY_PARTS = 8
 #: These do not compute.
 SAME = frozenset(
     """
@@ -72,6 +77,27 @@ def flops_of_product(eqn: core.JaxprEqn) -> int:
         keys = key[1 if eqn.params["layout"] == 0 else 2]
         return 2 * CUDNN[name] * math.prod(query) * keys
     return 0
+
+
+def selected_elements(eqn: core.JaxprEqn) -> Any:
+    """Counts the elements whose places a kernel computes for each of them; 0 for most equations.
+
+    They are those of a lookup of features of every row, as of FiBiNET's pairs of fields, and of a
+    concatenation of many parts, by which a lookup of features may be replaced.
+    """
+    operand: Any = eqn.invars[0].aval
+    name, shape, axis = eqn.primitive.name, operand.shape, 0
+    if name == "gather":
+        sizes = enumerate(zip(shape, eqn.params["slice_sizes"], strict=True))
+        axis = next((d for d, (size, taken) in sizes if taken != size), 0)
+    elif name == "ikbo_rows":
+        axis = eqn.params["how"].axis
+    if math.prod(shape[:axis]) == 1 and not (
+        name == "concatenate" and len(eqn.invars) >= _MANY_PARTS
+    ):
+        return 0
+    result: Any = eqn.outvars[0].aval
+    return math.prod(result.shape)
 
 
 def is_of_vectors(eqn: core.JaxprEqn) -> bool:

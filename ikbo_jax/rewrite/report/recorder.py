@@ -65,8 +65,6 @@ class Recorder:
         self._lookups: dict[int, Lookup] = {}
         # Whether the gradient of one of these lookups is a sum of fewer than 32 bits.
         self.sums_are_narrow = False
-        # Whether the program selects features (`ProgramCache`).
-        self.selects_features = False
 
     def list_lookups(
         self, program: Any, inside: str = "the function", seen: set[int] | None = None

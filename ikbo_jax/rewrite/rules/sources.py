@@ -108,7 +108,6 @@ def _gather_rows_or_bind(
                 if ctx.differentiated:
                     return ctx.bind(eqn, operand, ctx.build(indices))
                 ctx.gradient_differs()
-                ctx.programs.selects_features = True
             if is_larger and not (lineage.has_lineage(operand) and operand.axis in fixed):
                 _check_no_other_column_fills(ctx, eqn, indices, {axis, *fixed})
                 for other, start in fixed.items():

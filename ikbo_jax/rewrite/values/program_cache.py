@@ -25,7 +25,6 @@ class ProgramCache:
       leaves_unread: whether rows may differ from the original's that no result seems to depend on.
       unread: whether there are such rows.
       exceptions: conditions on which the original must run.
-      selects_features: whether the program takes float32 features of every row by fixed positions.
       divisions: by broadcast, how a sharding constraint divides its candidates (`constraints`).
     """
 
@@ -39,7 +38,6 @@ class ProgramCache:
         self.leaves_unread = False
         self.unread = False
         self.exceptions: list[Any] = []
-        self.selects_features = False
         self.divisions: dict[Any, Any] = {}
         # By identity of the program; entries hold the program, so that its identity stays unique.
         self._answers: dict[tuple[str, int], tuple[Any, bool]] = {}
