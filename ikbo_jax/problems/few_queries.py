@@ -315,12 +315,13 @@ class FewQueriesConfig(Config):
     ) -> tuple[Self, Any]:
         """Declares `shared`, with own tokens; returns the configuration for which it does, too.
 
-        Own tokens have a ring of their own where there is room, if need be for one stage of values
-        less: consumers need them behind the last block. Those among values are needed first.
+        Own tokens of items of 64 rows have a ring of their own where there is room, if need be for
+        one stage of values less: consumers need them behind the last block. Those among values are
+        needed first, as are those of items of 128 rows: consumers with rows of their own both add
+        own tokens, and multiply their keys beside the first block's.
         """
-        tries = (
-            (self.v_stages, max(self.v_stages - 1, 2)) if own and head_dim <= MAX_COLUMNS else ()
-        )
+        has_room = own and self.tile_rows == WGMMA_M and head_dim <= MAX_COLUMNS
+        tries = (self.v_stages, max(self.v_stages - 1, 2)) if has_room else ()
         for stages in tries:
             config = dataclasses.replace(self, v_stages=stages)
             shared = config.shared(head_dim, *sizes, own=own, has_own_ring=True, **options)

@@ -20,6 +20,7 @@ from ikbo_jax.pallas.few_queries.kernel import few_queries_kernel
 from ikbo_jax.pallas.hopper import rings
 from ikbo_jax.problems import few_queries as problems_few_queries
 from ikbo_jax.problems.few_queries import FewQueriesConfig
+from ikbo_jax.problems.hopper import WGMMA_M
 
 pytestmark = [pytest.mark.usefixtures("on_cpu"), pytest.mark.slow]
 
@@ -270,10 +271,11 @@ def with_own(case: Case) -> Case:
 
 
 CASES |= {f"{name}_own": with_own(CASES[name]) for name in OWN}
-#: Cases whose own tokens are in stages of values.
+#: Cases whose own tokens are in stages of values, where items of 128 rows always have them.
 CASES |= {
     f"{name}_own_crowded": dataclasses.replace(CASES[f"{name}_own"], is_crowded=True)
     for name in (*OWN[:4], *OWN[5:8], *OWN[-4:])
+    if CASES[name].config.tile_rows == WGMMA_M
 }
 #: Cases whose keys and values are in pages of one, two or three blocks.
 CASES |= {

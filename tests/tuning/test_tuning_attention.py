@@ -322,6 +322,29 @@ def test_configurations_that_would_spill_are_refused_or_not_chosen():
     assert "reuse" in str(both.illegal_reason(dataclasses.replace(wide, head_dim=64, kv_len=99)))
 
 
+@pytest.mark.parametrize(
+    ("config", "heads", "head_dim", "v_stages"),
+    [
+        (FewQueriesConfig(64, 1, 128, 4, 4), (4, 4), 64, 4),
+        (FewQueriesConfig(64, 1, 128, 5, 5), (4, 4), 64, 4),
+        (FewQueriesConfig(64, 1, 128, 2, 2), (20, 4), 128, 2),
+        (FewQueriesConfig(64, 1, 128, 2, 2), (2, 2), 128, None),
+        (FewQueriesConfig(128, 1, 64, 3, 3), (2, 2), 128, None),
+        (FewQueriesConfig(64, 1, 128, 2, 2), (8, 1), 192, None),
+    ],
+)
+def test_own_tokens_of_items_of_64_rows_have_a_ring_where_there_is_room(
+    config, heads, head_dim, v_stages
+):
+    """`v_stages`: stages of values beside the ring; None: there is no ring."""
+    group = few_queries.head_group(*heads)
+    own = config.own_stages(1, group)
+    assert own is not None
+    changed, shared = config.shared_with_own(own, head_dim, group)
+    assert (shared.own is not None) == (v_stages is not None)
+    assert changed == dataclasses.replace(config, v_stages=v_stages or config.v_stages)
+
+
 def test_tiles_of_a_user_are_counted_in_the_mean():
     few = AttentionProblem(1000, 1000, 1, 512, 4, 4, 64, "bfloat16")
     assert attention_tile_cost.expected_tiles(few, 64) == pytest.approx(1)

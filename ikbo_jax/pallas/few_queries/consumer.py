@@ -96,10 +96,12 @@ def _compute(ctx: Context, work: Work) -> tuple[jax.Array, ...]:
     pl.when(part.begin == 1)(functools.partial(ctx.shared.key.skip, first_step))
     _turn(ctx, work, 0, turns.take)
     scores = _issue_scores(ctx, work, first_step + part.begin)
+    if begins_own:
+        products = own.issue_scores(ctx, work)
     _turn(ctx, work, 0, turns.hand_over)
     mma.wait(0)
     if begins_own:
-        maximum, sums, acc = own.added(ctx, work)
+        maximum, sums, acc = own.begun(ctx, work, products)
     else:
         maximum = softmax.no_extreme(ctx.shape.log2_scale)
         sums = mma.zeros(softmax.PARTIAL, jnp.float32)
@@ -150,7 +152,7 @@ def _skip_all(ctx: Context, work: Work) -> tuple[jax.Array, ...]:
     """Frees all blocks of an item that this consumer does not compute; returns the first state."""
     state = None
     if ctx.own_stages:
-        state = own.added(ctx, work)
+        state = own.begun_alone(ctx, work)
 
     @pl.loop(0, work.item.blocks)
     def _(block: Any) -> None:
