@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -92,7 +93,8 @@ def test_small_gradients_have_few_kernels_of_xla(name: str) -> None:
     # The order may be found before users' rows are numbered, or afterwards.
     is_counted = name == "many_unsorted"
     assert launches.count(ORDER) == is_counted
-    assert [x for x in launches if x != ORDER] == expected
+    # Launches that do not depend on each other have any order.
+    assert sorted(x for x in launches if x != ORDER) == sorted(expected)
     copies = [x for x in found if x.startswith("copy")]
     assert len(copies) == case.copies, found
     assert len(found) - len(launches) - len(copies) == case.kernels, found
@@ -231,3 +233,52 @@ def test_gdpa_s_gradient_has_few_kernels_of_xla(kind, activation, bound, kernels
     assert len(launches) == (4 if is_broadcast else 5), found
     assert ("ikbo_short_gdpa" in launches) == is_broadcast
     assert len(found) - len(launches) == kernels, found
+
+
+#: Calls on arrays `x(number, *shapes)` and numbers `i(size)`.
+SLICED = {
+    "attention": lambda x, i: ikbo_jax.attention(*x(3, (64, 4, 2, 64), (4, 256, 2, 64)), i(64)),
+    "gdpa": lambda x, i: ikbo_jax.gdpa(
+        *x(3, (512, 2, 64)), *(i(128),) * 2, max_seqlen_q=64, max_seqlen_kv=64
+    ),
+    "linear_compression": lambda x, i: ikbo_jax.linear_compression(
+        *x(2, (64, 64)), *x(1, (512, 64, 128)), *x(1, (16, 64, 128)), i(512)
+    ),
+    "norm_linear": lambda x, _: ikbo_jax.norm_linear(
+        *x(1, (4096, 256)), x(2, (256, 256)), norm="rms"
+    ),
+    "gated_linear": lambda x, _: ikbo_jax.gated_linear(
+        None, *x(1, (4096, 256)), *x(1, (256, 256)), norm="rms"
+    ),
+    "look_up": lambda x, i: ikbo_jax.look_up(*x(1, (64, 1024)), i(4096)),
+}
+
+
+@pytest.mark.parametrize("name", SLICED)
+def test_no_kernel_reads_or_writes_slices_in_place(name: str) -> None:
+    """Mosaic GPU refuses arrays that begin at other addresses than multiples of 256 bytes."""
+
+    def run(rows: jax.Array, numbers: jax.Array) -> Any:
+        begin = 1  # of the next slice: no address is a multiple of 256 bytes
+
+        def cut(flat: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+            nonlocal begin
+            size = math.prod(shape)
+            found = flat[begin : begin + size].reshape(shape)
+            begin += size + 1
+            return found
+
+        def arrays(count: int, *sizes: tuple[int, ...]) -> list[jax.Array]:
+            return [cut(rows, sizes[min(i, len(sizes) - 1)]) for i in range(count)]
+
+        results = SLICED[name](arrays, lambda size: cut(numbers, (size,)))
+        for result in jax.tree.leaves(results):
+            rows = rows.at[begin : begin + result.size].set(result.ravel())
+            begin += result.size + 1
+        return rows
+
+    shapes = [jax.ShapeDtypeStruct((1 << 24,), x) for x in (jnp.bfloat16, jnp.int32)]
+    with ikbo_jax.export_target("H100"):
+        found = hopper_programs.operations(run, *shapes)
+    assert launches_of(found)
+    assert not [x for x in found if x.startswith(("dynamic_slice", "dynamic-slice"))], found

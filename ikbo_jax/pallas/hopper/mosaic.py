@@ -52,12 +52,18 @@ def kernel(body: Callable[..., None], **options: Any) -> Callable[..., Any]:
     """Calls `plgpu.kernel`, traced with 32-bit integers even if `jax_enable_x64` is set.
 
     With it, Python integers would become int64, which neither the kernels nor Mosaic GPU accept.
+
+    XLA does not look through the barriers. Without them, a kernel would read a slice of an array in
+    place, and write into one, wherever it begins; Mosaic GPU's launch then raises INVALID_ARGUMENT
+    if an address is no multiple of 256 bytes, as that of `cand_to_user[1:1025]` is not.
     """
     launch = plgpu.kernel(body, **options)
 
     def call(*operands: jax.Array) -> Any:
         with jax.enable_x64(False):
-            return launch(*operands)
+            if is_interpreted():
+                return launch(*operands)
+            return lax.optimization_barrier(launch(*lax.optimization_barrier(operands)))
 
     return call
 
