@@ -151,8 +151,8 @@ def test_emulated_lists_have_every_candidate_of_a_user_once(batch, sm90) -> None
         np.testing.assert_array_equal(np.sort(candidates), np.flatnonzero(clamped == user))
 
 
-def filled(index: np.ndarray, lengths: np.ndarray) -> tuple[UserTable, np.ndarray]:
-    """The table of a CTA: where everything is, and its words."""
+def filled(index: np.ndarray, lengths: np.ndarray) -> tuple[UserTable, np.ndarray, np.ndarray]:
+    """The table of a CTA: where everything is, its words, and (slot, has rows) of further slots."""
     batch, users = len(index), len(lengths)
     table = UserTable(users, batch * Q_LEN // ITEM_ROWS)
     shape = Shape(
@@ -160,6 +160,8 @@ def filled(index: np.ndarray, lengths: np.ndarray) -> tuple[UserTable, np.ndarra
         *(1, 64, ITEM_ROWS, users + table.extra, 1, 1, 1.0, 1),
         table=table,
     )
+
+    places = table.extra if shape.packs_slots else 0
 
     def consume(ctx: Context) -> None:
         ctx = ctx.as_consumer()
@@ -174,9 +176,16 @@ def filled(index: np.ndarray, lengths: np.ndarray) -> tuple[UserTable, np.ndarra
             def _(i: Any) -> None:
                 ctx.outputs[i] = ctx.shared.table[i]
 
+            @pl.loop(0, places)
+            def _(place: Any) -> None:
+                slot, has_rows = user_table.packed_slot(ctx, place)
+                ctx.outputs[table.words + 2 * place] = slot
+                ctx.outputs[table.words + 2 * place + 1] = has_rows.astype(jnp.int32)
+
     barriers = memory.Barriers(NUM_CONSUMERS, NUM_CONSUMERS)
     shared = Table(memory.Words((table.words,)), barriers)
-    return table, run(consume, (index, lengths), (table.words,), shared, shape)
+    words = run(consume, (index, lengths), (table.words + 2 * places,), shared, shape)
+    return table, words[: table.words], words[table.words :].reshape(-1, 2)
 
 
 #: Likewise.
@@ -191,7 +200,7 @@ def test_the_table_has_every_user_and_every_slot(batch, users, sm90) -> None:
     index = np.sort(rng.choice(np.unique(rng.integers(-2, users + 3, users)), batch))
     lengths = rng.integers(-5, KV_LEN + 20, users)
     with sm90.emulated(0):
-        table, words = filled(index, lengths)
+        table, words, places = filled(index, lengths)
     clamped = np.clip(index, 0, users - 1)
     counts = np.bincount(clamped, minlength=users)
     halves = words.view(np.uint16)
@@ -202,6 +211,16 @@ def test_the_table_has_every_user_and_every_slot(batch, users, sm90) -> None:
     last = ((np.arange(table.extra) + 1) * ITEM_ROWS - 1) // Q_LEN
     np.testing.assert_array_equal(halves[2 * table.owners :][: table.extra], clamped[last])
     assert not words[table.faults :].any()
+    # Further slots with rows come first, and are as many as the rows need.
+    needed = np.maximum(-(-counts * Q_LEN // ITEM_ROWS) - 1, 0).sum()
+    slots, has_rows = places.T
+    if len(places):
+        np.testing.assert_array_equal(has_rows, np.arange(len(places)) < needed)
+        further = slots[:needed] - users
+        owners = clamped[last[further]]
+        tile = 1 + further - begins[owners] * Q_LEN // ITEM_ROWS
+        assert (np.diff(further) > 0).all()
+        assert (begins[owners] * Q_LEN + tile * ITEM_ROWS < ends[owners] * Q_LEN).all()
 
 
 @pytest.mark.parametrize("at", [1, 3, 4, 512, 1023, 1024, 1026])
@@ -210,7 +229,7 @@ def test_one_candidate_out_of_order_is_found(batch: int, at: int, sm90: emulator
     index = np.full(batch, 7)
     index[:at] = 8
     with sm90.emulated(0):
-        table, words = filled(index, np.full(9, KV_LEN))
+        table, words, _ = filled(index, np.full(9, KV_LEN))
     assert words[table.faults :].sum() == 1
 
 

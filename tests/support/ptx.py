@@ -9,7 +9,7 @@ import numpy as np
 
 LANES = 32
 #: Registers that only the machine writes, once for every warp.
-SPECIAL = ("%tid.x", "%laneid", "%ctaid.x", "%nctaid.x", "%ntid.x")
+SPECIAL = ("%tid.x", "%laneid", "%lanemask_lt", "%ctaid.x", "%nctaid.x", "%ntid.x")
 
 
 @dataclasses.dataclass(frozen=True)

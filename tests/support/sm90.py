@@ -246,6 +246,7 @@ class Machine:
             lanes = np.arange(ptx.LANES, dtype=np.uint32)
             registers[special["%tid.x"]] = lanes + np.uint32(w * ptx.LANES)
             registers[special["%laneid"]] = lanes
+            registers[special["%lanemask_lt"]] = (np.uint32(1) << lanes) - np.uint32(1)
             for name, value in (
                 ("%ctaid.x", number),
                 ("%nctaid.x", self.grid),

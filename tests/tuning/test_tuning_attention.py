@@ -166,7 +166,7 @@ def is_few_preferred(problem: AttentionProblem) -> bool:
 def test_one_listing_serves_several_heads(sizes, bundle, of_cta):
     """The candidates of a user are listed once for as many groups of heads as pays."""
     problem = AttentionProblem(*sizes, "bfloat16")
-    config = few_queries_cost.candidate_configs(problem)[0]
+    config = few_queries_cost.config_of_unsorted(problem)
     listings = config.listings(problem, num_sms=132)
     assert (listings.bundle, listings.of_cta) == (bundle, of_cta)
     assert config.lists(problem, num_sms=132)

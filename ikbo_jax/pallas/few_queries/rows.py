@@ -2,8 +2,9 @@
 
 A *row slot* stands for up to `item_rows` rows of one user. Row slot u < U has the first rows of
 user u. Every row number that is a multiple of `item_rows` gives a further row slot to the user of
-the row before. So no list of items is needed; row slots that a user does not need are empty. If all
-keys and values exceed L2, CTAs go through both kinds of slots evenly (`firsts_before`).
+the row before. So no list of items is needed; row slots that a user does not need are empty. With a
+table of users, further slots without rows come last (`packed_slot`). If all keys and values exceed
+L2, CTAs go through both kinds of slots evenly instead (`firsts_before`).
 
 The ranges that `candidates` finds hold every candidate exactly once even if the index is not
 sorted. `search.end_of_run` finds where users differ within a range.
@@ -173,8 +174,20 @@ def extent_of(ctx: Context, slot: Any) -> Extent:
 
 def _tabled_extent(ctx: Context, slot: Any) -> Extent:
     shape = ctx.shape
+    if not shape.packs_slots:
+        return _tabled_extent_of(ctx, slot)
+    slot, has_rows = lax.cond(
+        slot < shape.users,
+        lambda: (slot, True),
+        functools.partial(user_table.packed_slot, ctx, slot - shape.users),
+    )
+    extent = _tabled_extent_of(ctx, slot)
+    return extent._replace(end=jnp.where(has_rows, extent.end, extent.first))
+
+
+def _tabled_extent_of(ctx: Context, slot: Any) -> Extent:
     user = user_table.user_of_slot(ctx, slot)
-    length = jnp.int32(shape.kv_len)
+    length = jnp.int32(ctx.shape.kv_len)
     if ctx.operands.lengths is not None:
         length = user_table.length(ctx, user)
     return _of_user(ctx, slot, user_table.candidates(ctx, user), user, length)
