@@ -47,8 +47,8 @@ MOST_SKEWED_TIME = 450.0
 #: at least more than one round of loads counts; most users and row slots of the table; and most
 #: keys, since numbers in the table have 16 bits.
 MOST_TABLED, LEAST_TABLED, MOST_TABLE_ROWS, MOST_TABLED_KEYS = 16384, 513, 4096, 2**16 - 1
-#: Most row slots beside the users' first ones that a warp packs: 32 of them take about 40 ns.
-MOST_PACKED = 512
+#: Most row slots beside the users' first ones that a warp packs; 250 were timed.
+MOST_PACKED = 256
 #: f32 words of a row's statistics that one consumer hands to the other: maximum and sum, for each
 #: of the two rows of a thread.
 STATISTIC_WORDS = 4
