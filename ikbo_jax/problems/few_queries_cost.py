@@ -200,10 +200,10 @@ def _most_items(problem: Any, config: FewQueriesConfig) -> int:
 
 
 def _packs_slots(problem: Any, config: FewQueriesConfig) -> bool:
-    """Whether row slots without rows come last, where CTAs make a table of the users."""
-    has_table = config.wanted_table(problem) is not None
-    is_few = _further_slots(problem, config) <= MOST_PACKED
-    return has_table and is_few and key_bytes(problem)[1] <= CACHE_BYTES
+    """Whether row slots without rows come last, by a table of the users; timed without splits."""
+    is_few = _further_slots(problem, config) <= MOST_PACKED and config.splits == 1
+    is_cached = key_bytes(problem)[1] <= CACHE_BYTES
+    return is_few and is_cached and config.wanted_table(problem) is not None
 
 
 def _spread(problem: Any, config: FewQueriesConfig, tiles: float) -> float:
