@@ -242,7 +242,7 @@ def test_more_listings_than_are_worth_while_are_left_to_a_sort():
     [
         # On an H100: 6.8 us with listed items of 128 rows, 8.3 with items of 64 and copies.
         ((3617, 28, 2, 50, 1, 1, 128), False, {"tile_rows": 128}),
-        # On an H200: 7.2 us, 7.6 with items of 128 rows; before empty row slots came last, 9.2 and 7.6.
+        # On an H200: 7.2 us, 7.6 with items of 128 rows (empty row slots come last).
         ((820, 37, 8, 192, 1, 1, 128), True, {"tile_rows": 64}),
         # Likewise 21.2 us, 22.3 with items of 64 rows; 21.2 and 23.3; 13.3 and 14.1.
         ((4096, 32, 1, 1024, 4, 4, 64), True, {"tile_rows": 128}),

@@ -77,8 +77,8 @@ def user_of_slot(ctx: Any, slot: Any) -> Any:
 def packed_slot(ctx: Any, wanted: Any) -> tuple[Any, Any]:
     """Finds further slot number `wanted` of those with rows: (the row slot, whether there is one).
 
-    CTAs take slots by turns. With empty ones among them, some CTAs had three items, others one: 27.6
-    instead of 21.4 us (B = 5120, U = 32, T = 1, S = 1024, N = 4, H = 64, an H200).
+    CTAs take slots by turns. With empty ones among them, some CTAs had three items, others one:
+    27.6 instead of 21.4 us (B = 5120, U = 32, T = 1, S = 1024, N = 4, H = 64, an H200).
     """
     number = (_packed_at_once if ctx.interpret else _packed)(ctx, wanted)
     return ctx.shape.users + jnp.maximum(number, 0), number >= 0
@@ -112,8 +112,8 @@ def _packed(ctx: Any, wanted: Any) -> Any:
             of_user = warps.load_shared(words, owner)
             begin, end = (of_user & _LOW) * shape.q_len, (of_user >> 16) * shape.q_len
             row = begin + (place + 1 - begin // shape.item_rows) * shape.item_rows
-            filled.append((first, number, (row < end) & (number < table.extra)))
-        for first, number, is_filled in filled:
+            filled.append((first, (row < end) & (number < table.extra)))
+        for first, is_filled in filled:
             lanes = warps.ballot(is_filled)
             it = warps.ballot(is_filled & warps.ones(lanes & lower).equals(wanted))
             found = it.differs(0).select(warps.lowest_bit(it) + first, found)
