@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import io
-import math
 import os
 import pathlib
 import secrets
@@ -51,7 +50,7 @@ ENVIRONMENT = {
     # HAProxy may send them to another replica.
     "RAY_SERVE_HAPROXY_RETRY_ON": "conn-failure empty-response",
     # A replica is marked down at its third error. With 3 tries, HAProxy's default, the request that
-    # met these errors was given up, and without an answer if the connection had been used before.
+    # met these errors was given up.
     "RAY_SERVE_HAPROXY_RETRIES": "10",
     # It keeps only what fits in its buffer, 16 kB by default: JSON of 2,048 candidates with a
     # client's headers may not.
@@ -78,12 +77,12 @@ ENVIRONMENT = {
 #: headers and body apart. So would a request that HAProxy gives up after it was first sent on a
 #: connection to a replica that an earlier request had used: HAProxy then expects the client to ask
 #: again. So every request has a connection of its own to a replica, for 0.1 ms of HAProxy's CPU
-#: time and 0.2 ms of a replica's.
+#: time and 0.2 ms of a replica's. A replica that hangs has no limit of time by default.
 HAPROXY = """#!/bin/sh
 # Arguments: -db -f CONFIGURATION ...
 sed -i -e 's/bind [*]*:/bind 127.0.0.1:/' -e '/^ *log /d' \\
   -e '/^defaults$/a timeout http-request 5s\\noption http-buffer-request\\ntimeout queue 20ms' \\
-  -e '/^defaults$/a option http-server-close' \\
+  -e '/^defaults$/a option http-server-close\\ntimeout server {limit}ms' \\
   -e '/^ *acl healthcheck /a http-request return status 404 if !{{ path_beg / }}' \\
   -e '/^ *acl healthcheck /a http-request del-header Upgrade' \\
   -e '/^ *acl healthcheck /a http-response wait-for-body time 2s' \\
@@ -123,7 +122,11 @@ def _haproxy(folder: str, settings: Settings) -> dict[str, str]:
     # What two full calls hold for each call side by side: one is computed, one waits.
     most = 2 * settings.users[-1] * settings.concurrent
     binary = get_haproxy_binary()
-    text = HAPROXY.format(binary=binary, most=most, refusal=refusal, refuse=REFUSE, cut=CUT)
+    # Replicas and Ray's proxy give up before.
+    limit = round(1000 * settings.limit_s) + 250
+    text = HAPROXY.format(
+        binary=binary, most=most, limit=limit, refusal=refusal, refuse=REFUSE, cut=CUT
+    )
     start.write_text(text)
     start.chmod(0o700)
     return {
@@ -135,8 +138,6 @@ def _haproxy(folder: str, settings: Settings) -> dict[str, str]:
         f"{name}METRICS_SOCKET_PATH": str(files / "metrics.sock"),
         f"{name}METRICS_PORT": str(free_port()),
         f"{name}STATS_PORT": str(free_port()),
-        # No time by default: a replica that hangs would never answer, until Ray replaces it.
-        f"{name}TIMEOUT_SERVER_S": str(math.ceil(settings.limit_s)),
         "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(free_port()),
         # The requests of one user to one replica, which keeps the user's state.
         f"{name}BALANCE_ALGORITHM": f"hdr({wire.SESSION})" if settings.sticky else "leastconn",

@@ -387,7 +387,7 @@ backend default_backend
 """
     (tmp_path / "cfg").write_text(written)
     fields = {"binary": "/bin/true", "refusal": "/b/503.http", "refuse": local.REFUSE}
-    script = local.HAPROXY.format(most=64, cut=local.CUT, **fields)
+    script = local.HAPROXY.format(most=64, limit=2500, cut=local.CUT, **fields)
     subprocess.run(["sh", "-c", script, "sh", "-db", "-f", str(tmp_path / "cfg")], check=True)
     assert (tmp_path / "cfg").read_text().splitlines() == [
         *("frontend prometheus", "    bind 127.0.0.1:9101"),
@@ -401,7 +401,8 @@ backend default_backend
         "http-request return status 503 default-errorfiles if { be_conn_free(http-a) eq 0 }",
         "    use_backend http-a if is_http-a",
         *("defaults", "timeout http-request 5s", "option http-buffer-request"),
-        *("timeout queue 20ms", "option http-server-close", "    timeout connect 200ms"),
+        *("timeout queue 20ms", "option http-server-close", "timeout server 2500ms"),
+        "    timeout connect 200ms",
         *("errorfile 503 /b/503.http", "backend default_backend"),
         "    http-request return status 503 hdr Retry-After 1",
         "    server SERVE_REPLICA_a 127.0.0.1:30000 maxconn 64 check observe layer4",

@@ -116,7 +116,6 @@ class Front:
             is_head=True,
             nbthread=int(values["NBTHREAD"]),
             timeout_client_s=int(values["TIMEOUT_CLIENT_S"]),
-            timeout_server_s=int(values["TIMEOUT_SERVER_S"]),
             retry_on=values["RETRY_ON"],
             retries=int(values["RETRIES"]),
             bufsize=int(values["TUNE_BUFSIZE"]),
