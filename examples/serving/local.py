@@ -286,6 +286,15 @@ class Service:
             self._apply(limit_s)
             raise ValueError(reason)
 
+    def _running(self) -> int:
+        """The number of replicas at present."""
+        from ray import serve
+
+        from examples.serving import app
+
+        found = serve.status().applications[app.NAME].deployments
+        return sum(one.replica_states.get("RUNNING", 0) for one in found.values())
+
     def _refused(self) -> str:
         """Why a replica has refused the newest weights, such as for want of memory; or empty."""
         import aiohttp
@@ -293,7 +302,7 @@ class Service:
         from examples.serving import load
 
         try:
-            found = asyncio.run(load.metrics(self.url, self.settings.replicas[0]))
+            found = asyncio.run(load.metrics(self.url, self._running()))
         except aiohttp.ClientError:
             return ""  # No replica answers at present.
         return next(filter(None, (fields["refused_weights"] for fields in found.values())), "")

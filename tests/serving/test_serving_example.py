@@ -421,11 +421,14 @@ def test_weights_that_one_replica_refuses_leave_all_replicas_with_the_old_ones(m
         deployed.append(service.weights)
         replicas.update(dict.fromkeys(replicas.keys() - full, service.weights))
 
-    async def metrics(url: str, replicas: int) -> dict[str, dict[str, str]]:
-        return {"a": {"refused_weights": ""}, "b": {"refused_weights": "weights 2: no memory"}}
+    async def metrics(url: str, number: int) -> dict[str, dict[str, str]]:
+        refused = {"a": "", "b": "weights 2: no memory"}
+        return {name: {"refused_weights": refused[name]} for name in list(refused)[:number]}
 
     monkeypatch.setattr(service, "_check", str)
     monkeypatch.setattr(service, "_apply", apply)
+    # More than the settings' least number: the service has grown.
+    monkeypatch.setattr(service, "_running", lambda: len(replicas))
     monkeypatch.setattr(load, "metrics", metrics)
     with pytest.raises(ValueError, match="weights 2: no memory"):
         service.deploy("2")
