@@ -12,6 +12,7 @@ import signal
 import socket
 import tempfile
 import time
+from collections.abc import Iterator
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Self
 from unittest import mock
@@ -172,6 +173,20 @@ def check_port(host: str, port: int) -> None:
             raise OSError(f"cannot listen at {host}:{port}: {why}; choose another port") from None
 
 
+@contextlib.contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Ignores signals: a second one must not interrupt the end, or Ray's processes would stay."""
+    before = {}
+    with contextlib.suppress(ValueError):  # Not in the main thread.
+        for number in (signal.SIGINT, signal.SIGTERM):
+            before[number] = signal.signal(number, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
 class Service:
     """Ray and Ray Serve on this machine, with the ranking service.
 
@@ -179,11 +194,15 @@ class Service:
       settings: settings of the service.
       port: the HTTP proxy's port; 0 for a free one.
       host: the address that the proxy listens at.
+
+    Attributes:
+      ended: whether a start, which waits for the replicas, is to end with KeyboardInterrupt.
     """
 
     def __init__(self, settings: Settings, port: int = 0, host: str = "127.0.0.1") -> None:
         prepare()
         self.settings, self.port, self.host = settings, port or free_port(), host
+        self.ended = False
         # Never empty: a replica that starts later must not take weights that are newer.
         self.weights = settings.weights or settings.load().newest
 
@@ -193,52 +212,59 @@ class Service:
         return f"http://{self.host}:{self.port}"
 
     def __enter__(self) -> Self:
+        self._stack = contextlib.ExitStack()
+        try:
+            self._start()
+        except BaseException:
+            with _undisturbed():
+                self._stack.close()
+            raise
+        return self
+
+    def _start(self) -> None:
         import ray
         from ray import serve
 
         check_port(self.host, self.port)
-        with contextlib.ExitStack() as stack:
-            # Ray refuses paths of sockets above 107 bytes, so the folder's name is short.
-            folder = stack.enter_context(
-                tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp", ignore_cleanup_errors=True)
-            )
-            self.folder = pathlib.Path(folder)
-            # A later service asks the environment where HAProxy is, and not in this folder.
-            variables = _haproxy(folder, self.settings)
-            stack.enter_context(mock.patch.dict(os.environ, variables))
-            stack.callback(ray.shutdown)
-            ray.init(
-                address="local",
-                include_dashboard=False,
-                _node_ip_address="127.0.0.2",
-                # Close to the least that Ray takes: requests and answers are small.
-                object_store_memory=80 << 20,
-                _temp_dir=folder,
-                log_to_driver=False,
-                logging_level="ERROR",
-            )
-            stack.callback(serve.shutdown)
-            serve.start(
-                # Replicas give up before. Without a replica, Ray's proxy answers with 408 then.
-                http_options={
-                    "host": self.host,
-                    "port": self.port,
-                    "request_timeout_s": self.settings.limit_s,
-                },
-                logging_config={"enable_access_log": False, "log_level": "ERROR"},
-            )
-            self.deploy()
-            self._stack = stack.pop_all()
-        return self
+        # Ray refuses paths of sockets above 107 bytes, so the folder's name is short.
+        folder = self._stack.enter_context(
+            tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp", ignore_cleanup_errors=True)
+        )
+        self.folder = pathlib.Path(folder)
+        # A later service asks the environment where HAProxy is, and not in this folder.
+        variables = _haproxy(folder, self.settings)
+        self._stack.enter_context(mock.patch.dict(os.environ, variables))
+        self._stack.callback(ray.shutdown)
+        handler = signal.getsignal(signal.SIGTERM)
+        ray.init(
+            address="local",
+            include_dashboard=False,
+            _node_ip_address="127.0.0.2",
+            # Close to the least that Ray takes: requests and answers are small.
+            object_store_memory=80 << 20,
+            _temp_dir=folder,
+            log_to_driver=False,
+            logging_level="ERROR",
+        )
+        with contextlib.suppress(ValueError):  # Not in the main thread.
+            # With Ray's own handler, the process ends with status 15, or aborts.
+            signal.signal(signal.SIGTERM, handler)
+        self._stack.callback(serve.shutdown)
+        serve.start(
+            # Replicas give up before. Without a replica, Ray's proxy answers with 408 then.
+            http_options={
+                "host": self.host,
+                "port": self.port,
+                "request_timeout_s": self.settings.limit_s,
+            },
+            logging_config={"enable_access_log": False, "log_level": "ERROR"},
+        )
+        self.deploy()
 
     def __exit__(self, *error: object) -> None:
-        # A second signal must not interrupt the end: Ray's processes and folder would stay.
-        with contextlib.suppress(ValueError):  # Not in the main thread.
-            for number in (signal.SIGINT, signal.SIGTERM):
-                signal.signal(number, signal.SIG_IGN)
-        self.drain()
         # Ray prints that its controller, which is ended here, has failed.
-        with contextlib.redirect_stdout(io.StringIO()):
+        with _undisturbed(), contextlib.redirect_stdout(io.StringIO()):
+            self.drain()
             self._stack.close()
 
     def drain(self) -> None:
@@ -321,6 +347,8 @@ class Service:
         end = time.monotonic() + limit_s
         while True:
             found = serve.status().applications[app.NAME]
+            if self.ended:
+                raise KeyboardInterrupt
             if found.status == "RUNNING":
                 return
             if found.status in ("DEPLOY_FAILED", "UNHEALTHY") or time.monotonic() > end:
