@@ -74,9 +74,9 @@ class PagePool:
         for name, size in (("max_bytes", max_bytes), ("page", page), ("most", most)):
             check_size(name, size)
         self._rows = jax.tree.leaves(rows)
-        if not self._rows:
-            raise ValueError(f"rows are {rows!r:.80}, expected at least 1 array")
         page_bytes = page * sum(leaf.size * leaf.dtype.itemsize for leaf in self._rows)
+        if not page_bytes:
+            raise ValueError(f"rows are {rows!r:.80}, expected at least 1 array that is not empty")
         self.page, self.most, self.pages = page, most, max_bytes // page_bytes
         if self.pages < most:
             raise ValueError(

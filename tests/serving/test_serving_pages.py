@@ -124,8 +124,9 @@ def test_wrong_sizes_are_refused():
     for page in (0, "64", None, True):
         with pytest.raises(ValueError, match=f"page is {page!r}, expected an integer of"):
             pool(page=page)
-    with pytest.raises(ValueError, match="rows are None, expected at least 1 array"):
-        serving.PagePool(None, 10**6)
+    for rows in (None, jax.ShapeDtypeStruct((2, 0), np.float32)):
+        with pytest.raises(ValueError, match="rows are .*, expected at least 1 array"):
+            serving.PagePool(rows, 10**6)
     message = f"{2 * PAGE_BYTES + 1} bytes but the 3 pages of one user take {3 * PAGE_BYTES}"
     with pytest.raises(ValueError, match=message):
         pool(2)
