@@ -132,13 +132,19 @@ def settings_of(options: argparse.Namespace) -> Settings:
 def serve(options: argparse.Namespace) -> None:
     """Serves until Ctrl-C or SIGTERM; what was accepted is answered."""
     say("starting; without a warm cache, all programs are compiled first")
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    with (
-        contextlib.suppress(KeyboardInterrupt),
-        local.Service(settings_of(options), options.port, options.host) as service,
-    ):
-        # Ray has installed a handler of its own, which aborts.
-        signal.signal(signal.SIGTERM, signal.default_int_handler)
+    made = local.Service(settings_of(options), options.port, options.host)
+
+    def end(*_: object) -> None:
+        if not made.ended:
+            # The exception is lost in a callback, such as one of the garbage collector.
+            made.ended = True
+            raise KeyboardInterrupt
+
+    signals = signal.SIGINT, signal.SIGTERM
+    for number in signals:
+        signal.signal(number, end)
+    # While Ray starts, its own handler of SIGTERM raises SystemExit.
+    with contextlib.suppress(KeyboardInterrupt, SystemExit), made as service:
         print(f"serving at {service.url}", flush=True)
         say("a version and Enter: replicas take other weights; Ctrl-C: the end")
         for line in sys.stdin:
@@ -151,6 +157,9 @@ def serve(options: argparse.Namespace) -> None:
                     say(f"replicas have the weights {version}")
         while True:
             time.sleep(3600)
+    for number in signals:
+        # The interpreter, which takes up to a second to end, would restore the default.
+        signal.signal(number, signal.SIG_IGN)
 
 
 def configure(settings: Settings) -> int:

@@ -74,9 +74,9 @@ class PagePool:
         for name, size in (("max_bytes", max_bytes), ("page", page), ("most", most)):
             check_size(name, size)
         self._rows = jax.tree.leaves(rows)
-        if not self._rows:
-            raise ValueError(f"rows are {rows!r:.80}, expected at least 1 array")
         page_bytes = page * sum(leaf.size * leaf.dtype.itemsize for leaf in self._rows)
+        if not page_bytes:
+            raise ValueError(f"rows are {rows!r:.80}, expected at least 1 array that is not empty")
         self.page, self.most, self.pages = page, most, max_bytes // page_bytes
         if self.pages < most:
             raise ValueError(
@@ -121,7 +121,7 @@ class PagePool:
         """Makes the histories of different users longer, all or nothing; writes no rows.
 
         Args:
-          keys: the users; those whose history is not there begin one.
+          keys: the users; those whose history is not there begin one, unless its count is 0.
           counts: number of further rows of every user.
 
         Raises:
@@ -135,7 +135,9 @@ class PagePool:
             pages, length = self._histories.pop(key, History([], 0))
             end = length + count
             pages = pages + [self._free.pop() for _ in range(self._pages(end) - len(pages))]
-            self._histories[key] = History(pages, end)
+            # Nothing would ever drop a history without pages.
+            if end:
+                self._histories[key] = History(pages, end)
 
     def table(self, keys: Sequence[Hashable]) -> tuple[Index, Index]:
         """Returns page_table [n, most] and lengths [n], int32; length 0 without a history."""
@@ -177,9 +179,14 @@ class PagePool:
         total = wanted + sum(len(pages) for pages, _ in held.values())
         if total > self.pages:
             raise ValueError(f"the users need {total} pages but the pool has {self.pages}")
-        if len(self._free) >= wanted:
-            return
-        for key in [key for key in self._histories if key not in mine]:
-            if len(self._free) < wanted:
-                self._free += self._histories.pop(key).pages
-                self._evictions += 1
+        dropped: list[Hashable] = []
+        missing = wanted - len(self._free)
+        for key in self._histories:
+            if missing <= 0:
+                break
+            if key not in mine:
+                dropped.append(key)
+                missing -= len(self._histories[key].pages)
+        for key in dropped:
+            self._free += self._histories.pop(key).pages
+        self._evictions += len(dropped)

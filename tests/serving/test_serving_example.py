@@ -387,7 +387,7 @@ backend default_backend
 """
     (tmp_path / "cfg").write_text(written)
     fields = {"binary": "/bin/true", "refusal": "/b/503.http", "refuse": local.REFUSE}
-    script = local.HAPROXY.format(most=64, cut=local.CUT, **fields)
+    script = local.HAPROXY.format(most=64, limit=2500, cut=local.CUT, **fields)
     subprocess.run(["sh", "-c", script, "sh", "-db", "-f", str(tmp_path / "cfg")], check=True)
     assert (tmp_path / "cfg").read_text().splitlines() == [
         *("frontend prometheus", "    bind 127.0.0.1:9101"),
@@ -401,7 +401,8 @@ backend default_backend
         "http-request return status 503 default-errorfiles if { be_conn_free(http-a) eq 0 }",
         "    use_backend http-a if is_http-a",
         *("defaults", "timeout http-request 5s", "option http-buffer-request"),
-        *("timeout queue 20ms", "    timeout connect 200ms"),
+        *("timeout queue 20ms", "option http-server-close", "timeout server 2500ms"),
+        "    timeout connect 200ms",
         *("errorfile 503 /b/503.http", "backend default_backend"),
         "    http-request return status 503 hdr Retry-After 1",
         "    server SERVE_REPLICA_a 127.0.0.1:30000 maxconn 64 check observe layer4",
@@ -420,11 +421,14 @@ def test_weights_that_one_replica_refuses_leave_all_replicas_with_the_old_ones(m
         deployed.append(service.weights)
         replicas.update(dict.fromkeys(replicas.keys() - full, service.weights))
 
-    async def metrics(url: str, replicas: int) -> dict[str, dict[str, str]]:
-        return {"a": {"refused_weights": ""}, "b": {"refused_weights": "weights 2: no memory"}}
+    async def metrics(url: str, number: int) -> dict[str, dict[str, str]]:
+        refused = {"a": "", "b": "weights 2: no memory"}
+        return {name: {"refused_weights": refused[name]} for name in list(refused)[:number]}
 
     monkeypatch.setattr(service, "_check", str)
     monkeypatch.setattr(service, "_apply", apply)
+    # More than the settings' least number: the service has grown.
+    monkeypatch.setattr(service, "_running", lambda: len(replicas))
     monkeypatch.setattr(load, "metrics", metrics)
     with pytest.raises(ValueError, match="weights 2: no memory"):
         service.deploy("2")

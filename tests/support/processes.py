@@ -44,6 +44,21 @@ def child_environment(
     return kept | {"PYTHONPATH": os.pathsep.join(paths)} | variables
 
 
+def processes_with(variable: str, value: str) -> dict[int, str]:
+    """Returns the commands of all processes whose environment has a variable, by process id.
+
+    Children inherit the variable, wherever they go.
+    """
+    found = {}
+    for path in pathlib.Path("/proc").glob("[0-9]*"):
+        try:
+            if f"{variable}={value}".encode() in (path / "environ").read_bytes():
+                found[int(path.name)] = (path / "cmdline").read_text(errors="replace")
+        except OSError:
+            continue
+    return found
+
+
 #: Reads a task from each line of its input, and forks a process for each of the task's programs.
 #: The programs find nothing but modules: names in functions are not theirs.
 _FORKS = """
