@@ -105,7 +105,7 @@ def kernel_vjp(
     problems: int = 1,
     dtypes: Dtypes = (None, None, None),
 ) -> Gradients:
-    """Pulls a cotangent back to weights and embeddings, like `reference.decomposed_vjp`.
+    """Pulls a cotangent back to weights and embeddings, like `decomposed_vjp` of the reference.
 
     Levels are as for `pallas.linear_compression.kernel`, coarsest first; several `problems` with
     the same weights may stand one after another in every level's batch. `dtypes` are of the

@@ -107,10 +107,13 @@ def _exists(name: str) -> bool:
 def test_names_and_files_of_the_documents_exist():
     pytest.importorskip("flax")
     stale = []
+    folders = "ikbo_jax", "tests", "tools", "benchmarks", "examples"
+    sources = {path.name for folder in folders for path in (ROOT / folder).rglob("*.py")}
     for page in [*PAGES, ROOT / "CONTRIBUTING.md"]:
         text = page.read_text("utf-8")
         files = r"`((?:ikbo_jax|tests|tools|benchmarks|examples|docs)/[\w/.*-]+)`"
         stale += [(page.name, x) for x in re.findall(files, text) if not [*ROOT.glob(x)]]
+        stale += [(page.name, x) for x in re.findall(r"`(\w+\.py)`", text) if x not in sources]
         names = [
             re.sub(r"^ikbo\.", "ikbo_jax.", x) for x in re.findall(r"`(ikbo\w*\.[\w.]+)", text)
         ]

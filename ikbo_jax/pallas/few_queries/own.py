@@ -1,4 +1,4 @@
-"""The own tokens of an item's rows; see `problems.OwnStages`.
+"""The own tokens of an item's rows; see `problems.hopper.OwnStages`.
 
 They are in a ring of their own, or first among the stages of the item's values if shared memory has
 no room for the ring.
