@@ -110,8 +110,8 @@ def kernel_vjp(
     Levels are as for `pallas.linear_compression.kernel`, coarsest first; several `problems` with
     the same weights may stand one after another in every level's batch. `dtypes` are of the
     gradients of weights, of coarser embeddings and of the finest embedding; None means the inputs'.
-    The kernel rounds gradients of embeddings to the inputs' dtype, so XLA computes those of another
-    one.
+    The kernel rounds gradients of embeddings to the inputs' dtype, so XLA computes gradients of any
+    other dtype.
 
     Returns:
       Gradients of the weights, [problems, M, K_l] each, and of the embeddings, in their shapes.
