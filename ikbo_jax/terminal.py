@@ -1,8 +1,9 @@
-"""Tables and progress of the command line.
+"""Numbers, tables and progress of the command line.
 
 In a pipe the text is plain; on a terminal, rich formats the tables and the progress.
 """
 
+import argparse
 import io
 import os
 import sys
@@ -10,6 +11,35 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Literal
+
+#: Largest size that an argument accepts, since indices are int32.
+MAX_SIZE = 2**31 - 1
+
+
+def _whole(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        # argparse's message would be "invalid _whole value", with this function's name.
+        raise argparse.ArgumentTypeError(f"{text[:80]!r} is not a whole number") from None
+
+
+def natural(text: str) -> int:
+    """Parses an argument of a command: a whole number of at least 0."""
+    value = _whole(text)
+    if value < 0:
+        raise argparse.ArgumentTypeError(f"{text[:80]} is negative")
+    return value
+
+
+def positive(text: str) -> int:
+    """Parses an argument of a command: a whole number from 1 to `MAX_SIZE`."""
+    value = _whole(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value} is not a positive number")
+    if value > MAX_SIZE:
+        raise argparse.ArgumentTypeError(f"{text[:80]} is more than {MAX_SIZE}")
+    return value
 
 
 def print_table(

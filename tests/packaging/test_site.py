@@ -172,6 +172,13 @@ def test_every_name_of_the_reference_exists_and_says_what_it_does(monkeypatch):
             assert all(x.__doc__ for x in functions), listed
 
 
+def test_every_example_is_in_the_list_of_examples():
+    listed = re.findall(r"^\| \[([\w.]+)\]", (ROOT / "examples/README.md").read_text("utf-8"), re.M)
+    programs = {path.name for path in (ROOT / "examples").glob("*.py")} - {"__init__.py"}
+    programs |= {path.parent.name for path in (ROOT / "examples").glob("*/__main__.py")}
+    assert sorted(listed) == sorted(programs)
+
+
 def test_every_page_is_in_the_navigation():
     config = (ROOT / "mkdocs.yml").read_text("utf-8")
     listed = set(re.findall(r"^ +- (?:[^#\n]*: )?(\S+\.md)$", config, re.MULTILINE))
