@@ -290,10 +290,11 @@ def cast(
     for name, x in named.items():
         if not jnp.issubdtype(x.dtype, jnp.integer) and str(x.dtype) not in _PROMOTED:
             raise ValueError(f"{refusal} {name} is {x.dtype}")
+    chosen = "dtype is"
     if dtype is None:
-        dtype = jnp.result_type(*jax.tree.leaves(named))
+        chosen, dtype = "its arrays promote to", jnp.result_type(*jax.tree.leaves(named))
     if str(common := jax.dtypes.canonicalize_dtype(dtype)) not in arguments.DTYPES:
-        raise ValueError(f"{refusal} dtype is {common}")
+        raise ValueError(f"{refusal} {chosen} {common}")
     cast = {name: param.astype(dtype) for name, param in params.items()}
     return cast, [x.astype(dtype) for x in arrays.values()]
 

@@ -171,6 +171,8 @@ def test_layers_name_a_dtype_in_which_they_do_not_compute() -> None:
     inputs = [arrays[name] for name in ("e_user", "e_cand", "cand_to_user")]
     with pytest.raises(ValueError, match=r"LinearCompression computes in .*, but dtype is int32"):
         functional.compress(params, *inputs, dtype="int32")
+    with pytest.raises(ValueError, match=r"LookUp computes in .*, but its arrays promote to int32"):
+        functional.look_up({"table": np.ones((3, 8), np.int32)}, INDEX)
     with pytest.raises(ValueError, match=r"precision must be .*'highest'.*, but is 'HIGHEST'"):
         functional.compress(params, *inputs, precision="HIGHEST")
 
