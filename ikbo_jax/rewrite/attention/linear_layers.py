@@ -115,7 +115,7 @@ def _rewritten(program: Any) -> tuple[Any, list[tuple[str, Any]]]:
 
 
 def _layers(products: Sequence[Node]) -> Iterator[_Layer]:
-    """Finds the norms whose products pay."""
+    """Finds the norms for whose products the kernel is faster."""
     by_rows: dict[Node, list[Node]] = {}
     for product in filter(_is_dense, products):
         rows, weight = product.operands
