@@ -257,9 +257,14 @@ def pffn(
     inputs.PFFN_MEMORY.check(memory, params["w_key"].shape[0])
     arguments.check_offsets("cu_seqlens", "batch", cu_seqlens)
     arguments.check_offsets("cu_seqlens_memory", "batch_memory", cu_seqlens_memory)
+    batch, batch_memory = cu_seqlens.shape[0] - 1, cu_seqlens_memory.shape[0] - 1
     if x_to_memory is not None:
-        batch = cu_seqlens.shape[0] - 1
         arguments.check_index("x_to_memory", x_to_memory, "cu_seqlens", "batch", batch)
+    elif cu_seqlens.shape != cu_seqlens_memory.shape:
+        raise ValueError(
+            f"cu_seqlens has batch={batch} sequences but cu_seqlens_memory has "
+            f"batch_memory={batch_memory}; pass x_to_memory, the memory sequence of every sequence"
+        )
     params, (x, memory) = cast(inputs.PFFN_X.layer, params, dtype, x=x, memory=memory)
     with with_precision(precision):
         out = gdpa(
