@@ -372,6 +372,18 @@ def test_buckets_and_joint_have_their_types():
         small.make(joint="no")
 
 
+@pytest.mark.parametrize("wrong", [-1, 1.5, None, True])
+def test_calls_ahead_are_a_number(shared, wrong):
+    with pytest.raises(ValueError, match=f"ahead is {wrong!r}, expected an integer of at least 0"):
+        list(serving.rank_offline(shared, [small.request(1, [1, 2])], ahead=wrong))
+
+
+@pytest.mark.parametrize("folder", ["", None, 3, b"programs"])
+def test_a_cache_folder_has_a_name(folder):
+    with pytest.raises(ValueError, match="folder is .*, expected the name of a folder"):
+        serving.use_cache_folder(folder)
+
+
 def test_features_are_specs():
     with pytest.raises(ValueError, match=r"user\[0\] must be an array or .*, but is a int, 5"):
         serving.Scorer(small.Model(), small.weights(), (5, 8), small.CANDIDATE)
