@@ -46,12 +46,15 @@ class _Layer(keras.layers.Layer):
 
     def _make(self, specs: dict[str, parameters.Spec]) -> None:
         """Makes the parameters, which Keras may initialise later than it traces the layer."""
-        for name, spec in specs.items():
+        for number, (name, spec) in enumerate(specs.items()):
             draw = self.kernel_initializer
             # Keras's initialisers draw the same numbers at every call. So parameters that are parts
-            # of one matrix share one, and all others have a clone, which has another seed.
-            if not isinstance(self, LinearCompression) and hasattr(draw, "clone"):
-                draw = draw.clone()
+            # of one matrix share one; every other has one of its own, with another seed.
+            if not isinstance(self, LinearCompression) and hasattr(draw, "get_config"):
+                config = draw.get_config()
+                if isinstance(config.get("seed"), int):
+                    config["seed"] += number
+                draw = type(draw).from_config(config)
 
             def initialise(
                 shape: Any, dtype: Any = None, *, spec: Any = spec, draw: Any = draw

@@ -168,15 +168,17 @@ def test_a_keras_model_is_saved_loaded_and_trained(keras: Any, tmp_path: Any) ->
 
 
 @pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
-def test_a_keras_model_that_calls_layers_draws_every_matrix(keras: Any) -> None:
+@pytest.mark.parametrize("seed", [None, 3])
+def test_a_keras_model_that_calls_layers_draws_every_matrix(keras: Any, seed: Any) -> None:
     """A model of methods is traced before its layers have parameters."""
     from ikbo_jax.layers import keras as layers
 
     class Model(keras.Model):
         def __init__(self) -> None:
             super().__init__()
-            self.attend = layers.CandidateAttention(4, 16)
-            self.compress = layers.LinearCompression(200)
+            draw = keras.initializers.LecunNormal(seed)
+            self.attend = layers.CandidateAttention(4, 16, kernel_initializer=draw)
+            self.compress = layers.LinearCompression(200, kernel_initializer=draw)
 
         def call(self, x_cand: Any, x_user: Any, index: Any) -> Any:
             return self.compress(x_user, self.attend(x_cand, x_user, index), index)
