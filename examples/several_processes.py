@@ -31,6 +31,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import ikbo_jax as ikbo
 from ikbo_jax.models import ranking
+from ikbo_jax.terminal import natural, positive
 
 Parameters = dict[str, Any]
 #: Prints a line, on the first process.
@@ -71,23 +72,23 @@ _COLLECTIVE = re.compile(
 def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The command's options."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("--processes", type=int, help="default: GPUs / devices, or 2 on the CPU")
-    parser.add_argument("--devices", type=int, default=1, help="devices of a process (1)")
+    parser.add_argument(
+        "--processes", type=positive, help="default: GPUs / devices, or 2 on the CPU"
+    )
+    parser.add_argument("--devices", type=positive, default=1, help="devices of a process (1)")
     parser.add_argument(
         "--two-level", action="store_true", help="a mesh of hosts and their devices"
     )
-    parser.add_argument("--steps", type=int, default=5, help="training steps (5)")
+    parser.add_argument("--steps", type=natural, default=5, help="training steps (5)")
     parser.add_argument("--time-limit", type=float, default=600, help="seconds (600)")
     parser.add_argument("--coordinator", help="host:port of process 0; starts one process alone")
-    parser.add_argument("--process-id", type=int, help="number of this process, from 0")
+    parser.add_argument("--process-id", type=natural, help="number of this process, from 0")
     parser.add_argument("--end-with-stdin", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if (options.coordinator is None) != (options.process_id is None):
         parser.error("--coordinator and --process-id belong together")
     if options.coordinator and options.processes is None:
         parser.error("--coordinator needs --processes")
-    if options.devices < 1 or (options.processes is not None and options.processes < 1):
-        parser.error("--processes and --devices must be at least 1")
     return options
 
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from ikbo_jax import cli_demo, terminal
 from ikbo_jax._version import __version__
 
-# Only the commands import jax, so that `--help` takes no time.
+# A command imports its modules itself: `--help` and `info` need neither demo nor tuner.
 if TYPE_CHECKING:
     from ikbo_jax.problems import Problem
 
@@ -26,8 +26,6 @@ if TYPE_CHECKING:
 OK, DISAGREES, UNUSABLE = 0, 1, 2
 #: Exit statuses after SIGINT and SIGPIPE, by the convention of shells.
 INTERRUPTED, UNREAD = 130, 141
-#: Largest size that an argument accepts, since indices are int32.
-MAX_SIZE = 2**31 - 1
 _KERNEL_DTYPES = ("bfloat16", "float16")
 _DTYPES = (*_KERNEL_DTYPES, "float32")
 #: Flags and meanings of the sizes of linear compression, which are those of a ranking request.
@@ -100,10 +98,16 @@ def _parser() -> argparse.ArgumentParser:
         "representative request on an accelerator and to a small one on a CPU.",
     )
     demo.add_argument(
-        "--seed", type=_natural, default=0, help="seed of the inputs and of the candidates per user"
+        "--seed",
+        type=terminal.natural,
+        default=0,
+        help="seed of the inputs and of the candidates per user",
     )
     demo.add_argument(
-        "--layers", type=_positive, metavar="COUNT", help="number of layers of the ranking network"
+        "--layers",
+        type=terminal.positive,
+        metavar="COUNT",
+        help="number of layers of the ranking network",
     )
     demo.add_argument(
         "--plot",
@@ -152,7 +156,7 @@ def _parser() -> argparse.ArgumentParser:
             _add_dtype(op, _KERNEL_DTYPES, "bfloat16")
             op.add_argument(
                 "--limit",
-                type=_positive,
+                type=terminal.positive,
                 metavar="COUNT",
                 help="time at most this many configurations, the most promising first, besides XLA "
                 "and the current choice of the dispatch table",
@@ -165,7 +169,9 @@ def _add_sizes(
     parser: argparse.ArgumentParser, sizes: Sequence[tuple[Sequence[str], str]], required: bool
 ) -> None:
     for flags, text in sizes:
-        parser.add_argument(*flags, type=_positive, required=required, metavar="SIZE", help=text)
+        parser.add_argument(
+            *flags, type=terminal.positive, required=required, metavar="SIZE", help=text
+        )
 
 
 def _add_dtype(
@@ -189,37 +195,15 @@ def _add_gdpa_sizes(parser: argparse.ArgumentParser) -> None:
         (parser, ("--head-dim", "--h"), True, "H, head width"),
     )
     for target, flags, is_required, text in sizes:
-        target.add_argument(*flags, type=_positive, required=is_required, metavar="SIZE", help=text)
+        target.add_argument(
+            *flags, type=terminal.positive, required=is_required, metavar="SIZE", help=text
+        )
     parser.add_argument(
         "--activation", default="gelu", metavar="NAME", help="activation of all heads"
     )
     parser.add_argument(
         "--approx", metavar="NAME", help="approximation of the activation; default: exact"
     )
-
-
-def _whole(text: str) -> int:
-    try:
-        return int(text)
-    except ValueError:
-        # argparse's message would be "invalid _whole value", with this function's name.
-        raise argparse.ArgumentTypeError(f"{text[:80]!r} is not a whole number") from None
-
-
-def _natural(text: str) -> int:
-    value = _whole(text)
-    if value < 0:
-        raise argparse.ArgumentTypeError(f"{text[:80]} is negative")
-    return value
-
-
-def _positive(text: str) -> int:
-    value = _whole(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value} is not a positive number")
-    if value > MAX_SIZE:
-        raise argparse.ArgumentTypeError(f"{text[:80]} is more than {MAX_SIZE}")
-    return value
 
 
 def _demo(args: argparse.Namespace) -> int:

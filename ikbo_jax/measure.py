@@ -177,7 +177,7 @@ def benchmark(
 
     Raises:
       TypeError: `fn` is neither a function nor functions by name.
-      ValueError: `window_s` or `rounds` is too small.
+      ValueError: `window_s` or `rounds` is too small; an argument is traced, or a shape.
       Exception: whatever the functions raise.
     """
     from ikbo_jax import _timing
@@ -187,6 +187,11 @@ def benchmark(
     for function in functions.values() or (fn,):
         arguments.check_function("benchmark", function)
     arguments.check_runnable("benchmark", args)
+    for leaf in jax.tree.leaves(args):
+        if isinstance(leaf, jax.core.Tracer):
+            raise ValueError(
+                f"benchmark takes arrays with values, but one is traced, {arguments.describe(leaf)}"
+            )
     if arguments.finite_number("window_s", window_s) <= 0:
         raise ValueError(f"window_s must be above 0, but is {window_s}")
     rounds = arguments.integer("rounds", rounds, 1)

@@ -170,9 +170,11 @@ def place_users(
       The placement; equal arguments have equal placements, on every process.
 
     Raises:
-      ValueError: if an argument has the wrong rank, dtype or range, or the placement would have
-        more than 2**28 rows with its padding.
+      ValueError: if an argument has the wrong rank, dtype or range, the index is a masked array, or
+        the placement would have more than 2**28 rows with its padding.
     """
+    if isinstance(cand_to_user, np.ma.MaskedArray):
+        raise ValueError("cand_to_user is a masked array, expected an array without a mask")
     index = np.asarray(cand_to_user)
     _check(index, num_users, num_devices, multiple_of, users_multiple_of)
     index, names = index.astype(np.intp), None

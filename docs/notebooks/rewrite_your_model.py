@@ -65,8 +65,8 @@ print("largest difference", float(jnp.abs(expected - found).max()))
 # %% [markdown]
 # ## The report
 #
-# `explain` prints what was found, what replaced it, and which op runs for it. Values that are
-# listed under *materialised* would still be copied; here nothing is.
+# `explain` prints what was found, and which op runs for it; its `details` also say what replaced
+# it. Lines that begin with *copied by* would name what is still copied; here nothing is.
 
 # %%
 print(ikbo.explain(fast, params, *request))

@@ -20,7 +20,7 @@ from examples.hstu.model import Hstu, PlainHstu, Sizes, tokens_of
 from examples.movielens import data, evaluate, train
 from examples.movielens.impressions import Batch, Impressions
 from examples.movielens.progress import Progress
-from ikbo_jax.terminal import print_table
+from ikbo_jax.terminal import natural, positive, print_table
 
 VERSIONS = {"ikbo": Hstu, "plain": PlainHstu}
 #: Sizes and protocols by name: for a CPU; and for a Hopper GPU, whose kernels take heads of 64.
@@ -81,16 +81,22 @@ class Trainer:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Trains and compares; returns 0."""
+    """Trains and compares; returns 0, or 2 if the data cannot be read."""
     parser = argparse.ArgumentParser(prog="python -m examples.hstu", description=__doc__)
     parser.add_argument("--data", type=pathlib.Path, help="folder of MovieLens-100k")
     parser.add_argument("--size", choices=SIZES, default="small")
-    parser.add_argument("--seeds", type=int, default=5, help="0: time and memory of a step alone")
-    parser.add_argument("--steps", type=int, help="number of training steps")
+    parser.add_argument(
+        "--seeds", type=natural, default=5, help="0: time and memory of a step alone"
+    )
+    parser.add_argument("--steps", type=positive, help="number of training steps")
     args = parser.parse_args(argv)
     sizes, protocol = SIZES[args.size]
     protocol = dataclasses.replace(protocol, steps=args.steps or protocol.steps)
-    found = data.load(args.data)
+    try:
+        found = data.load(args.data)
+    except data.UNREADABLE as error:
+        print(error, file=sys.stderr)
+        return 2
     sizes = dataclasses.replace(sizes, movies=len(found.titles))
     impressions, rows = Impressions(found, sizes.history), []
     for version in VERSIONS:
@@ -98,10 +104,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         milliseconds, mib = trainer.cost(impressions)
         print(f"{version}: {milliseconds:.2f} ms a step", file=sys.stderr, flush=True)
         metrics = [trainer.run(impressions, seed)[1] for seed in range(args.seeds)]
-        quality = []
-        for values in ([m.auc.mean() for m in metrics], [m.ndcg.mean() for m in metrics]):
-            mean, low, high = evaluate.over_seeds(values) if values else [float("nan")] * 3
-            quality.append(f"{mean:.4f} ({low:.4f} to {high:.4f})")
+        quality = ["not trained"] * 2
+        if metrics:
+            values = [m.auc.mean() for m in metrics], [m.ndcg.mean() for m in metrics]
+            intervals = map(evaluate.over_seeds, values)
+            quality = [f"{mean:.4f} ({low:.4f} to {high:.4f})" for mean, low, high in intervals]
         rows.append((version, *quality, f"{milliseconds:.2f}", f"{mib:.0f}"))
     print_table(("version", "AUC", f"NDCG@{evaluate.TOP}", "ms a step", "MiB"), rows)
     return 0

@@ -15,7 +15,7 @@ from examples.movielens import baselines, compare, data, evaluate, plot, train
 from examples.movielens.impressions import Impressions
 from examples.movielens.model import HOPPER, Sizes
 from examples.movielens.progress import Progress
-from ikbo_jax.terminal import print_table
+from ikbo_jax.terminal import natural, positive, print_table
 
 #: Sizes by name: for a CPU, and for a Hopper GPU.
 SIZES = {
@@ -32,18 +32,20 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True)
     one = commands.add_parser("train", help="train one version, compare it with simpler models")
     one.add_argument("--version", choices=train.VERSIONS, default="ikbo")
-    one.add_argument("--seed", type=int, default=0)
+    one.add_argument("--seed", type=natural, default=0)
     every = commands.add_parser("compare", help="train every version with several seeds")
     words = "0 times the steps alone"
-    every.add_argument("--seeds", type=int, default=5, help=words)
+    every.add_argument("--seeds", type=natural, default=5, help=words)
     every.add_argument("--results", type=pathlib.Path, help="results file (JSON) to write")
     for command in (one, every):
         command.add_argument(
             "--data", type=pathlib.Path, help="folder of MovieLens-100k (GroupLens or RecBole)"
         )
         command.add_argument("--size", choices=SIZES, default="small")
-        command.add_argument("--steps", type=int, help="number of training steps")
-        command.add_argument("--factor-steps", type=int, help="steps of the matrix factorisation")
+        command.add_argument("--steps", type=positive, help="number of training steps")
+        command.add_argument(
+            "--factor-steps", type=positive, help="steps of the matrix factorisation"
+        )
         command.add_argument(
             "--out",
             type=pathlib.Path,
@@ -67,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         factorisation = dataclasses.replace(factorisation, steps=args.factor_steps)
     try:
         found = data.load(args.data)
-    except (FileNotFoundError, ValueError, RuntimeError) as error:
+    except data.UNREADABLE as error:
         print(error, file=sys.stderr)
         return 2
     sizes = dataclasses.replace(sizes, movies=len(found.titles))

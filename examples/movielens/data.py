@@ -22,6 +22,8 @@ import numpy as np
 
 from examples.movielens.model import DECADES, PROFILE, Catalogue
 
+#: What `load` raises.
+UNREADABLE = (FileNotFoundError, ValueError, RuntimeError)
 #: Environment variable with the cache folder of this library.
 CACHE_VARIABLE = "IKBO_JAX_CACHE_DIR"
 LICENCE = (
@@ -111,6 +113,7 @@ def load(folder: pathlib.Path | None = None) -> Data:
     Raises:
       FileNotFoundError: the folder has neither layout.
       ValueError: a file is malformed, or the download has another checksum than expected.
+      RuntimeError: there is no download.
     """
     if folder is None:
         return read(download())

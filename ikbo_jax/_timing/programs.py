@@ -109,8 +109,8 @@ class Programs:
     Args:
       log: called with a description of each step.
       timed_on_gpu: compiler options of timed programs on a GPU.
-      identity: the part's name, and the sizes that its functions close over, of which its programs
-        are stored; empty: none is stored.
+      identity: the key under which programs are stored: the part's name, and the sizes that its
+        functions close over; empty: none is stored.
     """
 
     def __init__(

@@ -53,7 +53,7 @@ def attention_fn(cand_to_user: jax.Array) -> Callable[..., jax.Array]:
         if mask is not None and jnp.issubdtype(getattr(mask, "dtype", bool), jnp.number):
             # The masks that Flax makes, also while decoding, hold 0 and 1 in float32.
             mask = mask != 0
-        _, (query, key, value) = cast("attention_fn", {}, (query, key, value), dtype)
+        _, (query, key, value) = cast("attention_fn", {}, dtype, query=query, key=key, value=value)
         with with_precision(precision):
             out: jax.Array = dot_product_attention(
                 *(query, key, value, bias, mask), cand_to_user=cand_to_user, is_causal=is_causal

@@ -24,6 +24,8 @@ from ikbo_jax.ops.look_up import look_up as look_up_rows
 
 #: Only `compress` takes a `PaddedWeight`.
 Parameters = Mapping[str, Any]
+#: Dtypes that the layers cast, besides integers.
+_PROMOTED = (*arguments.DTYPES, "float64", "bool")
 
 
 def project(x: jax.Array, weight: jax.Array) -> jax.Array:
@@ -83,7 +85,9 @@ def compress(
     parameters.check(inputs.E_USER.layer, params, parameters.COMPRESSION)
     inputs.E_USER.check(e_user, params["w_user"].shape[1])
     inputs.E_CAND.check(e_cand, params["w_cand"].shape[1])
-    params, (e_user, e_cand) = cast(inputs.E_USER.layer, params, (e_user, e_cand), dtype)
+    params, (e_user, e_cand) = cast(
+        inputs.E_USER.layer, params, dtype, e_user=e_user, e_cand=e_cand
+    )
     with with_precision(precision):
         return linear_compression(params["w_cand"], params["w_user"], e_cand, e_user, cand_to_user)
 
@@ -107,7 +111,7 @@ def look_up(
     parameters.check("LookUp", params, {"table": "rows features"})
     arguments.check_int32("index", index)
     arguments.check_runnable("LookUp", index)
-    params, _ = cast("LookUp", params, (), dtype)
+    params, _ = cast("LookUp", params, dtype)
     rows = look_up_rows(params["table"], index.reshape(-1), indices_are_sorted=indices_are_sorted)
     return rows.reshape(*index.shape, rows.shape[1])
 
@@ -148,7 +152,9 @@ def attend(
     arguments.check_index("cand_to_user", cand_to_user, "x_cand", "B", x_cand.shape[0])
     if (lengths := key_value_seq_lengths) is not None:
         arguments.check_index("key_value_seq_lengths", lengths, "x_user", "U", x_user.shape[0])
-    params, (x_cand, x_user) = cast(inputs.X_CAND.layer, params, (x_cand, x_user), dtype)
+    params, (x_cand, x_user) = cast(
+        inputs.X_CAND.layer, params, dtype, x_cand=x_cand, x_user=x_user
+    )
     with with_precision(precision):
         query, key, value = projected(params, x_cand, x_user)
         out = attention(
@@ -195,7 +201,7 @@ def pma(
     parameters.check(inputs.PMA_X.layer, params, parameters.PMA)
     inputs.PMA_X.check(x, params["w_key"].shape[0])
     arguments.check_offsets("cu_seqlens", "batch", cu_seqlens)
-    params, (x,) = cast(inputs.PMA_X.layer, params, (x,), dtype)
+    params, (x,) = cast(inputs.PMA_X.layer, params, dtype, x=x)
     seeds = params["seeds"]
     with with_precision(precision):
         out = gdpa(
@@ -251,10 +257,15 @@ def pffn(
     inputs.PFFN_MEMORY.check(memory, params["w_key"].shape[0])
     arguments.check_offsets("cu_seqlens", "batch", cu_seqlens)
     arguments.check_offsets("cu_seqlens_memory", "batch_memory", cu_seqlens_memory)
+    batch, batch_memory = cu_seqlens.shape[0] - 1, cu_seqlens_memory.shape[0] - 1
     if x_to_memory is not None:
-        batch = cu_seqlens.shape[0] - 1
         arguments.check_index("x_to_memory", x_to_memory, "cu_seqlens", "batch", batch)
-    params, (x, memory) = cast(inputs.PFFN_X.layer, params, (x, memory), dtype)
+    elif cu_seqlens.shape != cu_seqlens_memory.shape:
+        raise ValueError(
+            f"cu_seqlens has batch={batch} sequences but cu_seqlens_memory has "
+            f"batch_memory={batch_memory}; pass x_to_memory, the memory sequence of every sequence"
+        )
+    params, (x, memory) = cast(inputs.PFFN_X.layer, params, dtype, x=x, memory=memory)
     with with_precision(precision):
         out = gdpa(
             *projected(params, x, memory),
@@ -271,17 +282,26 @@ def pffn(
 
 
 def cast(
-    layer: str, params: Parameters, arrays: tuple[jax.Array, ...], dtype: Any
-) -> tuple[dict[str, jax.Array], tuple[jax.Array, ...]]:
+    layer: str, params: Parameters, dtype: Any, **arrays: jax.Array
+) -> tuple[dict[str, jax.Array], list[jax.Array]]:
     """Casts parameters and arrays to `dtype`; None: to the dtype that they promote to.
 
-    Raises ValueError, naming the layer, for shapes without values and arrays on other devices.
+    Raises ValueError, naming the layer, for shapes without values, arrays on other devices, and
+    dtypes in which the ops do not compute.
     """
-    arguments.check_runnable(layer, (dict(params), arrays))
+    named = dict(params) | arrays
+    arguments.check_runnable(layer, named)
+    refusal = f"{layer} computes in bfloat16, float16 or float32, but"
+    for name, x in named.items():
+        if not jnp.issubdtype(x.dtype, jnp.integer) and str(x.dtype) not in _PROMOTED:
+            raise ValueError(f"{refusal} {name} is {x.dtype}")
+    chosen = "dtype is"
     if dtype is None:
-        dtype = jnp.result_type(*jax.tree.leaves(list(params.values())), *arrays)
+        chosen, dtype = "its arrays promote to", jnp.result_type(*jax.tree.leaves(named))
+    if str(common := jax.dtypes.canonicalize_dtype(dtype)) not in arguments.DTYPES:
+        raise ValueError(f"{refusal} {chosen} {common}")
     cast = {name: param.astype(dtype) for name, param in params.items()}
-    return cast, tuple(x.astype(dtype) for x in arrays)
+    return cast, [x.astype(dtype) for x in arrays.values()]
 
 
 def with_precision(
@@ -290,4 +310,11 @@ def with_precision(
     """Sets the precision of f32 products; None: leaves JAX's setting."""
     if precision is None:
         return contextlib.nullcontext()
-    return jax.default_matmul_precision(jax.lax.Precision(precision).name.lower())
+    try:
+        name = jax.lax.Precision(precision).name.lower()
+    except ValueError:
+        raise ValueError(
+            "precision must be None, a jax.lax.Precision or its name, such as 'highest', but is "
+            f"{precision!r:.80}"
+        ) from None
+    return jax.default_matmul_precision(name)

@@ -118,7 +118,7 @@ def hstu_layer(
     if output_scale is None:
         output_scale = 1 / max(arguments.finite_number("max_seqlen", max_seqlen), 1.0)
     names = check_recompute(recompute)
-    params, (x,) = cast(inputs.HSTU_X.layer, params, (x,), dtype)
+    params, (x,) = cast(inputs.HSTU_X.layer, params, dtype, x=x)
     if cache is not None:
         _check_cache(cache, cu_seqlens, (num_heads, max(hidden, width)), x.dtype)
     attention: dict[str, Any] = {

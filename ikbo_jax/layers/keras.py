@@ -45,19 +45,24 @@ class _Layer(keras.layers.Layer):
         self.kernel_initializer = keras.initializers.get(kernel_initializer)
 
     def _make(self, specs: dict[str, parameters.Spec]) -> None:
-        """Makes the parameters; those of one matrix are parts of it."""
-        matrices: dict[tuple[int, ...], jax.Array] = {}
+        """Makes the parameters, which Keras may initialise later than it traces the layer."""
+        for number, (name, spec) in enumerate(specs.items()):
+            draw = self.kernel_initializer
+            # Keras's initialisers draw the same numbers at every call. So parameters that are parts
+            # of one matrix share one; every other has one of its own, with another seed.
+            if not isinstance(self, LinearCompression) and hasattr(draw, "get_config"):
+                config = draw.get_config()
+                if isinstance(config.get("seed"), int):
+                    config["seed"] += number
+                draw = type(draw).from_config(config)
 
-        def init(shape: tuple[int, ...]) -> jax.Array:
-            return matrices.setdefault(shape, self.kernel_initializer(shape, self.variable_dtype))
+            def initialise(
+                shape: Any, dtype: Any = None, *, spec: Any = spec, draw: Any = draw
+            ) -> Any:
+                del shape
+                return spec.make(lambda matrix: draw(matrix, dtype=dtype))
 
-        for name, spec in specs.items():
-            if not isinstance(self, LinearCompression):
-                matrices.clear()
-            value = spec.make(init)
-            self.add_weight(
-                name=name, shape=spec.shape, initializer=lambda *_, value=value, **__: value
-            )
+            self.add_weight(name=name, shape=spec.shape, initializer=initialise)
 
     def _size(self, name: str, shape: Any, axis: int) -> int:
         """Returns a size of an input; raises ValueError unless the input has three axes."""

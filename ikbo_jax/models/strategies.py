@@ -40,12 +40,16 @@ def softmax_attention(
     narrow = query.dtype in (jnp.bfloat16, jnp.float16)
     fits = query.shape[-1] % ALIGNMENT == 0 and query.shape[-1] <= 128
     cudnn = tuned and narrow and fits and jax.default_backend() == "gpu"
+    dtype = query.dtype
+    if dtype == jnp.float16 and jax.default_backend() == "cpu":
+        # XLA for CPUs refuses the algorithm by which `jax.nn` multiplies float16.
+        query, key, value = (x.astype(jnp.float32) for x in (query, key, value))
     # `jax.nn` promotes bfloat16 scores to float32; strict promotion, if set, would reject that.
     with jax.numpy_dtype_promotion("standard"):
         out: jax.Array = jax.nn.dot_product_attention(
             query, key, value, implementation="cudnn" if cudnn else None
         )
-    return out
+    return out.astype(dtype)
 
 
 def _attend_to_itself(params: Parameters, history: jax.Array) -> jax.Array:

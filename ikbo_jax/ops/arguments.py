@@ -45,13 +45,21 @@ def request(
 
 
 def check_runnable(op: str, arrays: Any) -> None:
-    """Raises ValueError unless all arrays have values, on the same devices if none is traced."""
+    """Raises ValueError unless all arrays have values, on the same devices if none is traced.
+
+    A masked array has values of which some do not count.
+    """
     leaves = jax.tree.leaves(arrays)
     for leaf in leaves:
         if isinstance(leaf, jax.ShapeDtypeStruct):
             raise ValueError(
                 f"{op} takes arrays, but one is a ShapeDtypeStruct, {describe(leaf)}; shapes go to "
                 "ikbo_jax.explain or jax.eval_shape, with the function"
+            )
+        if isinstance(leaf, np.ma.MaskedArray):
+            # JAX refuses it only where no program for such shapes is compiled yet.
+            raise ValueError(
+                f"{op} takes no masked array, but one is {describe(leaf)}; fill it by .filled()"
             )
     if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
         return
@@ -195,11 +203,12 @@ def finite_number(name: str, value: Any) -> float:
     """Returns `value` as a float; it must be a number that is finite in float32.
 
     A denormal float32 becomes 0, as devices take it: nothing downstream can tell them apart.
-    Raises ValueError, quoting the value, for a bool, text, an array of rank above 0, a traced
-    value, NaN, an infinity, and a number beyond float32's range.
+    Raises ValueError, quoting the value, for a bool, text, a complex number, an array of rank above
+    0, a traced value, NaN, an infinity, and a number beyond float32's range.
     """
     dtype, shape = getattr(value, "dtype", None), getattr(value, "shape", ())
-    is_number = hasattr(value, "__float__") and shape == () and str(dtype) != "bool"
+    is_real = not str(dtype).startswith(("bool", "complex"))
+    is_number = hasattr(value, "__float__") and shape == () and is_real
     try:
         if isinstance(value, bool) or not is_number:
             raise TypeError(f"{type(value).__name__} is not a number")

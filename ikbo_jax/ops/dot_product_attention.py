@@ -1,6 +1,5 @@
 """`jax.nn.dot_product_attention` where candidates share the keys and values of their user."""
 
-import operator
 from typing import Any
 
 import jax
@@ -116,17 +115,14 @@ def _window(is_causal: bool, size: Any) -> tuple[int, int] | None:
     """Returns how many keys before and after its place a query sees; None: all keys."""
     if size is None:
         return (masks.LARGEST, 0) if is_causal else None
+    sizes = size if isinstance(size, tuple) else (size, size)
     try:
-        left, right = (
-            operator.index(x) for x in (size if isinstance(size, tuple) else (size,) * 2)
-        )
-    except (TypeError, ValueError):
-        left = right = -1
-    if min(left, right) < 0:
+        left, right = (arguments.integer("local_window_size", x) for x in sizes)
+    except ValueError:
         raise ValueError(
             "local_window_size must be an integer of at least 0, or a tuple of two, but is "
             f"{size!r:.80}"
-        )
+        ) from None
     left, right = (min(x, masks.LARGEST) for x in (left, right))
     return left, 0 if is_causal else right
 

@@ -72,7 +72,7 @@ def gated_linear(
     Raises:
       ValueError: a rank, size or dtype is wrong; a flag is not a bool; rows have no heads, but
         `by_head` is set; `norm` is unknown; `eps` is not a normal float32 number above 0;
-        `dropout_rate` is not in [0, 1); `implementation` is unknown.
+        `dropout_rate` is not in [0, 1); `dropout_key` is no key; `implementation` is unknown.
       NotImplementedError: implementation="mosaic_gpu", but the kernel cannot run here or does not
         take the sizes or dropout; forward-mode differentiation.
 
@@ -88,7 +88,11 @@ def gated_linear(
     if a.shape[0] == 0:
         arrays = arrays._replace(shared=None)
     if dropout_key is not None and rate:
-        words = jax.random.bits(dropout_key, (2,), jnp.uint32)
+        try:
+            words = jax.random.bits(dropout_key, (2,), jnp.uint32)
+        except (TypeError, ValueError):
+            found = arguments.describe(dropout_key)
+            raise ValueError(f"dropout_key must be one key of jax.random, but is {found}") from None
         arrays = arrays._replace(seed=jnp.pad(words, (0, 1)))
     kinds = (*reference.NORMS, None)
     call = _Call(request, Gate(check_norm(norm, eps, kinds), groups, is_concat, rate))

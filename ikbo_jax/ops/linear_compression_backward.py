@@ -105,13 +105,13 @@ def kernel_vjp(
     problems: int = 1,
     dtypes: Dtypes = (None, None, None),
 ) -> Gradients:
-    """Pulls a cotangent back to weights and embeddings, like `reference.decomposed_vjp`.
+    """Pulls a cotangent back to weights and embeddings, like `decomposed_vjp` of the reference.
 
     Levels are as for `pallas.linear_compression.kernel`, coarsest first; several `problems` with
     the same weights may stand one after another in every level's batch. `dtypes` are of the
     gradients of weights, of coarser embeddings and of the finest embedding; None means the inputs'.
-    The kernel rounds gradients of embeddings to the inputs' dtype, so XLA computes those of another
-    one.
+    The kernel rounds gradients of embeddings to the inputs' dtype, so XLA computes gradients of any
+    other dtype.
 
     Returns:
       Gradients of the weights, [problems, M, K_l] each, and of the embeddings, in their shapes.

@@ -179,10 +179,10 @@ class FewQueriesConfig(Config):
         return found.candidates > 0 and found.of_cta <= MOST_LISTINGS and is_short
 
     def listings(self, problem: Any, num_sms: int) -> Listings:
-        """Chooses how CTAs list, whether listing is worth while (`lists`) or not.
+        """Chooses how CTAs list, even if `lists` says that they should not.
 
-        Large bundles need fewest listings, but smaller ones give the busiest CTA fewer items. Of
-        those that `MOST_LISTINGS` permits, the fastest by this estimate is taken.
+        Large bundles need the fewest listings, but smaller ones give the busiest CTA fewer items.
+        Of the bundles that `MOST_LISTINGS` permits, the one with the least estimate is taken.
         """
         p = problem
         group = head_group(p.q_heads, p.kv_heads)

@@ -259,7 +259,7 @@ class GdpaProblem(GdpaSizes):
 
     @property
     def _early_ring(self) -> Ring | None:
-        """The ring of the default where its turns are early, by the tuner's results on an H200."""
+        """The default's ring if its turns are early, else None; tuned on an H200."""
         if SOFTMAX in self.activations:
             is_jagged = self.broadcast_q or not self.is_full
             return (2, 3, 2) if self.head_dim == 128 and is_jagged else None

@@ -34,7 +34,7 @@ __all__ = [
 primitives.register_all()
 
 
-def rewrite(fn: Callable[..., Any]) -> Callable[..., Any]:
+def rewrite[**P, R](fn: Callable[P, R]) -> Callable[P, R]:
     """Returns `fn` without its materialised broadcasts of users to candidates.
 
     The returned function traces `fn` at each call (so put it under `jax.jit`) and follows every

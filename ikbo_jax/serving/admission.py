@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 from ikbo_jax.serving.batches import Buckets, check_size
@@ -31,6 +32,9 @@ class Admission:
       buckets: the scorer's buckets.
       seconds: by bucket, seconds of a call alone: `Scorer.call_seconds`.
       concurrent: number of calls side by side.
+
+    Raises:
+      ValueError: `concurrent` is no integer of at least 1, or a bucket has no seconds above 0.
     """
 
     def __init__(
@@ -38,6 +42,12 @@ class Admission:
     ) -> None:
         check_size("concurrent", concurrent)
         self._buckets, self._seconds, self._concurrent = buckets, dict(seconds), concurrent
+        for bucket in buckets.pairs:
+            found = self._seconds.get(bucket)
+            if not isinstance(found, int | float) or not 0 < found < math.inf:
+                raise ValueError(
+                    f"the seconds of bucket {bucket} are {found!r:.80}, expected a number above 0"
+                )
         self._full = self._seconds[buckets.largest]
         self._measured = self._worked = self._full
         self._pending, self._requests = 0.0, 0

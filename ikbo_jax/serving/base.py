@@ -184,6 +184,8 @@ class BatchScorer:
 
     def start(self, requests: Sequence[Request]) -> Pending:
         """Starts the calls of `rank`; returns while the device still computes."""
+        if not hasattr(requests, "__len__"):
+            raise TypeError(f"requests is {requests!r:.80}, expected a sequence of Request")
         with self._lock:
             answers: list[Any] = [None] * len(requests)
             fitting = []

@@ -92,6 +92,13 @@ class Buckets:
                 f"{self.users[-1]} users"
             )
 
+    @classmethod
+    def checked(cls, buckets: Buckets | None) -> Buckets:
+        """Returns `buckets`, or the default for None; raises ValueError for anything else."""
+        if not isinstance(buckets, Buckets | None):
+            raise ValueError(f"buckets is {buckets!r:.80}, expected a Buckets")
+        return cls() if buckets is None else buckets
+
     @property
     def pairs(self) -> list[tuple[int, int]]:
         """Sizes (candidates, users) of all programs that score."""
@@ -240,6 +247,7 @@ class Form:
             for leaf, (shape, dtype) in zip(leaves, self._expected, strict=False):
                 fits = fits and leaf.shape == count + shape and leaf.dtype == dtype
                 fits = fits and leaf.__array__ is not None  # a ShapeDtypeStruct has none
+                fits = fits and leaf.__class__ is not np.ma.MaskedArray
         except Exception:
             # Objects of other libraries may raise anything; unsortable keys of a dict, ValueError.
             fits = False
@@ -269,6 +277,11 @@ def check(tree: Tree, rows: Tree, name: str, *, stacked: bool) -> list[Any]:
             ) from error
     count = arrays[0].shape[:1] if stacked and arrays else ()
     for (path, row), array in zip(expected, arrays, strict=True):
+        if isinstance(array, np.ma.MaskedArray):
+            raise BadRequestError(
+                f"{name}{jax.tree_util.keystr(path)} is a MaskedArray, expected an array without a "
+                "mask"
+            )
         if array.shape != (*count, *row.shape) or array.dtype != row.dtype or stacked > array.ndim:
             shape = ", ".join(str(size) for size in (*(count or ["n"] * stacked), *row.shape))
             raise BadRequestError(

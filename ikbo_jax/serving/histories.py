@@ -152,7 +152,7 @@ class HistoryScorer(BatchScorer):
         most: int = 32,
         version: Hashable = 0,
     ) -> None:
-        buckets = buckets or Buckets()
+        buckets = Buckets.checked(buckets)
         if not callable(events_of):
             raise ValueError(f"events_of is {events_of!r:.80}, expected a function")
         if not jax.tree.leaves(event):

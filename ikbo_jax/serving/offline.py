@@ -19,6 +19,7 @@ from ikbo_jax.serving.batches import (
     Request,
     Tree,
     check_hashable,
+    check_size,
     fitting_parts,
 )
 from ikbo_jax.serving.scorer import Scorer
@@ -40,6 +41,7 @@ def rank_offline(
 
     Raises:
       BadRequestError: if a request does not fit the model.
+      ValueError: if `ahead` is no integer of at least 0.
     """
     parts = (
         zip(*x, strict=True) for x in fitting_parts(_countable(scorer, requests), scorer.buckets)
@@ -54,6 +56,7 @@ def rank_offline(
 
 def _later[Call](started: Iterable[Call], ahead: int) -> Iterator[Call]:
     """Yields a call when `ahead` further calls have started, or all."""
+    check_size("ahead", ahead, 0)
     waiting: collections.deque[Call] = collections.deque()
     for call in started:
         waiting.append(call)
@@ -107,6 +110,7 @@ def rank_arrays(
       BadRequestError: before the first call, if the candidates' structure, shape or dtype is not
         what the model expects, their number is not the sum of `counts`, users and counts differ in
         number, a user is not hashable, or a count is negative or larger than the largest bucket.
+      ValueError: if `ahead` is no integer of at least 0.
       Exception: whatever the scorer's `features_of` raises.
     """
     ids = users.tolist() if isinstance(users, np.ndarray) else list(users)

@@ -40,8 +40,11 @@ def use_cache_folder(folder: str | os.PathLike[str]) -> None:
 
     Sets JAX's persistent compilation cache for this process, for programs of any size. Call it
     before the first program compiles. Loading a program runs its code: whoever can write to the
-    folder can run code in every process that uses it.
+    folder can run code in every process that uses it. Raises ValueError for anything but the name
+    of a folder, and OSError where the folder cannot be made.
     """
+    if not isinstance(folder, str | os.PathLike) or not os.fspath(folder):
+        raise ValueError(f"folder is {folder!r:.80}, expected the name of a folder")
     pathlib.Path(folder).mkdir(parents=True, exist_ok=True)
     jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)

@@ -203,10 +203,11 @@ class Scorer(BatchScorer):
         beside it; measured once, before the scorer is ready.
 
     Raises:
-      ValueError: if the states of the largest bucket's users take more than `user_bytes`, a weight
-        is not an array or not finite, a candidate has no array, JAX would cut a feature to another
-        dtype (64 bits without jax_enable_x64), `score` returns anything but one array, or a result
-        of the model has another first axis than its inputs.
+      ValueError: if `buckets` or `joint` has another type, the states of the largest bucket's users
+        take more than `user_bytes`, a weight is not an array or not finite, a candidate has no
+        array, JAX would cut a feature to another dtype (64 bits without jax_enable_x64), `score`
+        returns anything but one array, or a result of the model has another first axis than its
+        inputs.
     """
 
     def __init__(
@@ -222,7 +223,9 @@ class Scorer(BatchScorer):
         features_of: FeaturesOf | None = None,
         joint: bool = False,
     ) -> None:
-        buckets = buckets or Buckets()
+        buckets = Buckets.checked(buckets)
+        if not isinstance(joint, bool):
+            raise ValueError(f"joint is {joint!r:.80}, expected a bool")
         specs = specs_of(model, weights, user, candidate)
         check_finite(weights)
         state = jax.tree.leaves(specs.state)

@@ -50,6 +50,15 @@ def test_training_lowers_the_loss(impressions):
     assert np.isfinite(metrics.auc).all()
 
 
+def test_the_command_refuses_what_it_cannot_read(tmp_path, capsys):
+    assert command.main(["--data", str(tmp_path)]) == 2
+    assert "(GroupLens) nor" in capsys.readouterr().err
+    for flag, value, words in (("--steps", "0", "not a positive"), ("--seeds", "-1", "negative")):
+        with pytest.raises(SystemExit):
+            command.main([flag, value])
+        assert words in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_the_command_compares_both_versions(folder, monkeypatch, capsys):
     small = SIZES, dataclasses.replace(PROTOCOL, steps=2)
@@ -59,3 +68,4 @@ def test_the_command_compares_both_versions(folder, monkeypatch, capsys):
     printed = capsys.readouterr().out
     assert "ikbo" in printed
     assert "plain" in printed
+    assert "nan" not in printed

@@ -278,6 +278,9 @@ def test_the_training_command(folder, small, tmp_path, capsys):
 def test_data_that_cannot_be_read_end_the_command(tmp_path, capsys):
     assert command.main(["train", "--data", str(tmp_path)]) == 2
     assert "(GroupLens) nor" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        command.main(["train", "--steps", "-3"])
+    assert "argument --steps: -3 is not a positive number" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -156,6 +156,7 @@ NO_SCALES = {
     "text": ("2", "known while tracing, but is a str, '2'"),
     "bytes": (b"2", "known while tracing, but is a bytes, b'2'"),
     "complex": (1j, "known while tracing, but is a complex"),
+    "numpy_complex": (np.complex64(1j), "known while tracing, but is complex64[]"),
     "two_elements": (np.ones(2), "known while tracing, but is float64[2]"),
     "one_element": (np.ones(1, np.float32), "known while tracing, but is float32[1]"),
     "beyond_float32": (1e39, "finite number, but is 1e+39, beyond float32"),

@@ -165,3 +165,30 @@ def test_a_keras_model_is_saved_loaded_and_trained(keras: Any, tmp_path: Any) ->
         layer(jnp.ones((5, 3, 8)), None, INDEX)
     with pytest.raises(ValueError, match=r"e_cand must have 3 axes, but has shape \(3, 8\)"):
         layers.LinearCompression(4)(jnp.ones((2, 6, 8)), jnp.ones((3, 8)), INDEX)
+
+
+@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
+@pytest.mark.parametrize("seed", [None, 3])
+def test_a_keras_model_that_calls_layers_draws_every_matrix(keras: Any, seed: Any) -> None:
+    """A model of methods is traced before its layers have parameters."""
+    from ikbo_jax.layers import keras as layers
+
+    class Model(keras.Model):
+        def __init__(self) -> None:
+            super().__init__()
+            draw = keras.initializers.LecunNormal(seed)
+            self.attend = layers.CandidateAttention(4, 16, kernel_initializer=draw)
+            self.compress = layers.LinearCompression(200, kernel_initializer=draw)
+
+        def call(self, x_cand: Any, x_user: Any, index: Any) -> Any:
+            return self.compress(x_user, self.attend(x_cand, x_user, index), index)
+
+    x_cand, x_user = (jnp.asarray(RANDOM.normal(size=(n, 90, 64)), jnp.float32) for n in (5, 2))
+    model = Model()
+    assert model(x_cand, x_user, INDEX).shape == (5, 200, 64)
+    weights = {w.name: np.asarray(w.value) for w in model.weights}
+    matrices = [weights[name].reshape(64, 64) for name in ("w_query", "w_key", "w_value", "w_out")]
+    matrices += [weights["w_user"][:64, :64], weights["w_cand"][:64, :64]]
+    of_pairs = np.corrcoef([x.ravel() for x in matrices])
+    np.testing.assert_allclose(of_pairs, np.eye(len(matrices)), atol=0.1)
+    np.testing.assert_allclose(np.std(matrices, (1, 2)), [1 / 8] * 4 + [180**-0.5] * 2, rtol=0.05)

@@ -160,6 +160,7 @@ REFUSED = {
         {"local_window_size": -1},
         "local_window_size must be an integer of at least 0, or a tuple of two, but is -1",
     ),
+    "window_bool": (ValueError, {"local_window_size": (True, 1)}, "but is (True, 1)"),
     "window_text": (ValueError, {"local_window_size": "12"}, "but is '12'"),
     "windows": (ValueError, {"local_window_size": (1, 2, 3)}, "but is (1, 2, 3)"),
     "causal": (

@@ -145,6 +145,39 @@ def test_shapes_without_values_are_sent_to_explain(op: str) -> None:
 
 
 @pytest.mark.parametrize("op", ALL)
+def test_masked_arrays_are_refused(op: str) -> None:
+    """JAX refuses them, too, but not where a compiled program for their shapes exists."""
+    for name, x in ALL[op][1].items():
+        text = refused(op, {name: np.ma.masked_array(np.asarray(x), mask=False)})
+        kind = f"{x.dtype}{list(x.shape)}"
+        assert text.endswith(f"takes no masked array, but one is {kind}; fill it by .filled()")
+
+
+LAYERS = ("compress", "look_up_layer", "hstu_layer")
+
+
+@pytest.mark.parametrize("op", LAYERS)
+@pytest.mark.parametrize("dtype", ["complex64", "object", "float8_e4m3fn"])
+def test_layers_name_the_dtypes_that_have_no_product(op: str, dtype: str) -> None:
+    for name, x in ALL[op][1].items():
+        if x.dtype != np.int32:
+            text = refused(op, {name: np.asarray(x).astype(dtype)})
+            assert f" computes in bfloat16, float16 or float32, but {name} is {dtype}" in text
+
+
+def test_layers_name_a_dtype_in_which_they_do_not_compute() -> None:
+    _, arrays = ALL["compress"]
+    params = {name: arrays[name] for name in ("w_user", "w_cand")}
+    inputs = [arrays[name] for name in ("e_user", "e_cand", "cand_to_user")]
+    with pytest.raises(ValueError, match=r"LinearCompression computes in .*, but dtype is int32"):
+        functional.compress(params, *inputs, dtype="int32")
+    with pytest.raises(ValueError, match=r"LookUp computes in .*, but its arrays promote to int32"):
+        functional.look_up({"table": np.ones((3, 8), np.int32)}, INDEX)
+    with pytest.raises(ValueError, match=r"precision must be .*'highest'.*, but is 'HIGHEST'"):
+        functional.compress(params, *inputs, precision="HIGHEST")
+
+
+@pytest.mark.parametrize("op", ALL)
 def test_numpy_s_default_index_names_the_remedy(op: str) -> None:
     for name, x in ALL[op][1].items():
         if x.dtype == np.int32:
@@ -178,6 +211,10 @@ def test_results_in_place_of_functions(wrong: Any) -> None:
 def test_there_is_no_time_of_shapes() -> None:
     with pytest.raises(ValueError, match="benchmark takes arrays, but one is a ShapeDtypeStruct"):
         ikbo.benchmark(jnp.sin, jax.ShapeDtypeStruct((2,), np.float32))
+    with pytest.raises(
+        ValueError, match=r"benchmark takes arrays with values, but .* float32\[2\]"
+    ):
+        jax.jit(lambda x: ikbo.benchmark(jnp.sin, x).ms)(jnp.ones(2))
 
 
 def test_numbers_of_numpy_are_integers_and_shapes_are_no_weights() -> None:

@@ -250,6 +250,9 @@ def test_wrong_indices_have_the_names_of_the_layer(name: str, place: int, words:
     wrong[place] = jnp.zeros(0, jnp.int32) if "must have" in words else inputs[place][:-1]
     with pytest.raises(ValueError, match=words):
         layer(*wrong)
+    if place == 4:
+        with pytest.raises(ValueError, match=rf"cu_seqlens has batch={B} .* pass x_to_memory, the"):
+            layer(*inputs[:4])
 
 
 #: The layers' options, and the names of the axes of every parameter if "a" and "b" are those of

@@ -422,6 +422,11 @@ def test_wrong_arguments_are_named_with_both_values() -> None:
         (gated(u=None), "concat needs u, but u is None"),
         (gated(scale=g["scale"][:N]), r"norm_scale has shape \(2,\) but a has C=6"),
         (gated(dropout_rate=1.0), r"dropout_rate must be in \[0, 1\), but is 1.0"),
+        (gated(dropout_rate=0.5, dropout_key=3), "dropout_key must be one key of jax.random, but"),
+        (
+            gated(dropout_rate=0.5, dropout_key=jax.random.split(KEY)),
+            r"dropout_key must be one key of jax.random, but is key<fry>\[2\]",
+        ),
     ):
         with pytest.raises(ValueError, match=message):
             call()

@@ -215,6 +215,7 @@ def test_equal_requests_have_equal_placements():
     [
         ({"cand_to_user": [[0]]}, r"cand_to_user has shape \(1, 1\), expected one dimension"),
         ({"cand_to_user": 0}, r"cand_to_user has shape \(\), expected one dimension"),
+        ({"cand_to_user": np.ma.masked_equal([0, 1], 1)}, "cand_to_user is a masked array"),
         ({"cand_to_user": [0.0]}, "cand_to_user has dtype float64, expected integers"),
         ({"cand_to_user": [0, 1, 3]}, r"cand_to_user\[2\] is 3 but num_users is 3"),
         ({"cand_to_user": [0, -1]}, r"cand_to_user\[1\] is -1 but num_users is 3"),

@@ -15,7 +15,7 @@ from training_runs import assert_learnt_alike, curves, network_and_request, vers
 import ikbo_jax as ikbo
 from benchmarks import ranking_by_hand
 from ikbo_jax.layers import nnx
-from ikbo_jax.models import ranking
+from ikbo_jax.models import ranking, strategies
 from ikbo_jax.reference import gdpa_chunked
 
 pytestmark = pytest.mark.slow
@@ -115,6 +115,18 @@ def test_tuned_copies_are_the_same_network() -> None:
     np.testing.assert_allclose(
         lowered_tuned.compile()(*inputs()), compiled("materialised")(*inputs()), atol=2e-5
     )
+
+
+def test_attention_of_the_network_runs_in_float16_on_a_cpu() -> None:
+    """XLA's CPU backend refuses the algorithm by which `jax.nn` multiplies float16."""
+    query, key, value = (
+        jax.random.normal(x, (2, 3, 2, 8), jnp.float16)
+        for x in jax.random.split(jax.random.key(0), 3)
+    )
+    out = jax.jit(strategies.softmax_attention)(query, key, value)
+    assert out.dtype == jnp.float16
+    exact = jax.nn.dot_product_attention(*(x.astype(jnp.float32) for x in (query, key, value)))
+    np.testing.assert_allclose(out.astype(jnp.float32), exact, atol=2e-3)
 
 
 def test_folding_by_user_and_back() -> None:

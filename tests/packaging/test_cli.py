@@ -328,6 +328,17 @@ def test_demo_on_a_terminal_draws_a_table(
     assert all(name in out for name in RUN_EVERYWHERE)
 
 
+@pytest.mark.parametrize("columns", [10, 30, 38, 60, 200])
+def test_a_narrow_terminal_cuts_no_number(columns, monkeypatch, capsys):
+    monkeypatch.setattr(terminal, "is_terminal", lambda: True)
+    monkeypatch.setenv("COLUMNS", str(columns))
+    rows = [("1  materialised", "0.598 ms", "2.1e-07", "words " * 12), ("2", "0.1 ms", "", "")]
+    terminal.print_table(("stage", "time", "max error", ""), rows, numbers=frozenset({1, 2}))
+    out = capsys.readouterr().out
+    assert all(cell in out for cell in ("1  materialised", "0.598 ms", "2.1e-07", "max error"))
+    assert ("─" in out) == (columns >= 60)
+
+
 def test_without_explain_a_part_is_a_table_and_a_sentence(
     attention_as_it_is, compression_as_it_is, capsys
 ):

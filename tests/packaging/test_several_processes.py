@@ -147,8 +147,8 @@ def test_a_process_ends_with_the_command_that_started_it(tmp_path):
         (["--coordinator", "127.0.0.1:1"], "--coordinator and --process-id belong together"),
         (["--process-id", "0"], "--coordinator and --process-id belong together"),
         (["--coordinator", "a:1", "--process-id", "0"], "--coordinator needs --processes"),
-        (["--devices", "0"], "--processes and --devices must be at least 1"),
-        (["--processes", "0"], "--processes and --devices must be at least 1"),
+        (["--devices", "0"], "argument --devices: 0 is not a positive number"),
+        (["--processes", "0"], "argument --processes: 0 is not a positive number"),
     ],
 )
 def test_options_that_make_no_sense(arguments, message, capsys):

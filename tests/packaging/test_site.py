@@ -107,10 +107,13 @@ def _exists(name: str) -> bool:
 def test_names_and_files_of_the_documents_exist():
     pytest.importorskip("flax")
     stale = []
+    folders = "ikbo_jax", "tests", "tools", "benchmarks", "examples"
+    sources = {path.name for folder in folders for path in (ROOT / folder).rglob("*.py")}
     for page in [*PAGES, ROOT / "CONTRIBUTING.md"]:
         text = page.read_text("utf-8")
         files = r"`((?:ikbo_jax|tests|tools|benchmarks|examples|docs)/[\w/.*-]+)`"
         stale += [(page.name, x) for x in re.findall(files, text) if not [*ROOT.glob(x)]]
+        stale += [(page.name, x) for x in re.findall(r"`(\w+\.py)`", text) if x not in sources]
         names = [
             re.sub(r"^ikbo\.", "ikbo_jax.", x) for x in re.findall(r"`(ikbo\w*\.[\w.]+)", text)
         ]
@@ -167,6 +170,13 @@ def test_every_name_of_the_reference_exists_and_says_what_it_does(monkeypatch):
             functions = [x for x in public if getattr(x, "__module__", "") == listed]
             assert functions
             assert all(x.__doc__ for x in functions), listed
+
+
+def test_every_example_is_in_the_list_of_examples():
+    listed = re.findall(r"^\| \[([\w.]+)\]", (ROOT / "examples/README.md").read_text("utf-8"), re.M)
+    programs = {path.name for path in (ROOT / "examples").glob("*.py")} - {"__init__.py"}
+    programs |= {path.parent.name for path in (ROOT / "examples").glob("*/__main__.py")}
+    assert sorted(listed) == sorted(programs)
 
 
 def test_every_page_is_in_the_navigation():

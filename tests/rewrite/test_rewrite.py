@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from jax.extend.core import Primitive
 from jax.interpreters import ad, mlir
 from rewrite_basics import (
@@ -104,6 +105,15 @@ def double_p() -> Primitive:
     mlir.register_lowering(primitive, mlir.lower_fun(lambda x: x * 2, multiple_results=False))
     ad.deflinear2(primitive, lambda ct, _: [primitive.bind(ct)])
     return primitive
+
+
+@pytest.mark.parametrize("wrong", [jax.lax.sin, jnp.sin, None, [jax.lax.sin_p]])
+def test_a_rule_is_of_a_primitive(wrong: object) -> None:
+    """Under the name of a function, it would never run."""
+    with pytest.raises(TypeError, match=r"primitive must be a jax.extend.core.Primitive or its na"):
+        register_rule(wrong)
+    with pytest.raises(TypeError, match="rule must be a function, but is 3"):
+        register_rule("my_primitive", 3)
 
 
 def test_a_primitive_without_a_rule_is_right_and_a_rule_can_be_added(monkeypatch) -> None:

@@ -14,6 +14,15 @@ def admission(concurrent: int = 1) -> serving.Admission:
     return serving.Admission(BUCKETS, SECONDS, concurrent)
 
 
+@pytest.mark.parametrize("wrong", [None, 0.0, -1.0, "1", float("nan"), float("inf")])
+def test_every_bucket_has_its_seconds(wrong):
+    message = rf"the seconds of bucket \(100, 4\) are {wrong!r}, expected a number above 0"
+    with pytest.raises(ValueError, match=message):
+        serving.Admission(BUCKETS, SECONDS | {(100, 4): wrong})
+    with pytest.raises(ValueError, match=r"seconds of bucket \(200, 4\) are None"):
+        serving.Admission(BUCKETS, {(100, 4): 0.06})
+
+
 def test_an_idle_scorer_admits_every_request():
     found = admission()
     for _ in range(3):

@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import dataclasses
+import re
 
 import jax
 import jax.numpy as jnp
@@ -103,6 +104,7 @@ def test_a_bad_request_leaves_the_others_alone(shared):
         dataclasses.replace(good, candidates={"item": small.Unreadable()}),
         dataclasses.replace(good, candidates={"item": "12"}),
         dataclasses.replace(good, candidates={"item": jax.ShapeDtypeStruct((2,), jnp.int32)}),
+        dataclasses.replace(good, candidates={"item": np.ma.masked_equal(np.int32([1, 0]), 0)}),
         dataclasses.replace(good, user=91, features=lambda: {"events": np.zeros((5, 8), "f4")}),
         dataclasses.replace(good, user=92, features=broken),
         dataclasses.replace(good, user=[1]),
@@ -117,6 +119,7 @@ def test_a_bad_request_leaves_the_others_alone(shared):
         r"candidates\['item'\] is a Unreadable \(out of memory\), expected .* int32",
         r"candidates\['item'\] has shape \(\) and dtype <U2",
         r"candidates\['item'\] has shape \(\) and dtype object",
+        r"candidates\['item'\] is a MaskedArray, expected an array without a mask",
         r"features\['events'\] has shape \(5, 8\) and dtype float32, expected \[6, 8\]",
         r"no such user",
         r"user \[1\] and version 0 must be hashable",
@@ -130,6 +133,9 @@ def test_a_bad_request_leaves_the_others_alone(shared):
             list(serving.rank_offline(shared, [good, request]))
     with pytest.raises(serving.BadRequestError, match=messages[0]):
         shared.check(bad[0])
+    for requests in (good, None, iter([good])):
+        with pytest.raises(TypeError, match="requests is .*, expected a sequence of Request"):
+            shared.rank(requests)
 
 
 def test_a_known_user_is_not_encoded_again(tight):
@@ -356,6 +362,26 @@ def test_sizes_are_integers(size):
         small.make(user_bytes=size)
     with pytest.raises(ValueError, match=f"concurrent is {size!r}, expected an integer"):
         serving.Admission(small.BUCKETS, {small.BUCKETS.largest: 1.0}, size)
+
+
+def test_buckets_and_joint_have_their_types():
+    for wrong in ((8, 16), (), {"candidates": (8,)}):
+        with pytest.raises(ValueError, match=f"buckets is {re.escape(repr(wrong))}, expected a Bu"):
+            small.make(buckets=wrong)
+    with pytest.raises(ValueError, match="joint is 'no', expected a bool"):
+        small.make(joint="no")
+
+
+@pytest.mark.parametrize("wrong", [-1, 1.5, None, True])
+def test_calls_ahead_are_a_number(shared, wrong):
+    with pytest.raises(ValueError, match=f"ahead is {wrong!r}, expected an integer of at least 0"):
+        list(serving.rank_offline(shared, [small.request(1, [1, 2])], ahead=wrong))
+
+
+@pytest.mark.parametrize("folder", ["", None, 3, b"programs"])
+def test_a_cache_folder_has_a_name(folder):
+    with pytest.raises(ValueError, match="folder is .*, expected the name of a folder"):
+        serving.use_cache_folder(folder)
 
 
 def test_features_are_specs():

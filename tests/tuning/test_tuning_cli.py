@@ -57,7 +57,7 @@ def test_a_size_that_is_none_is_named(capsys, command, value, reason):
     assert exit_info.value.code == cli.UNUSABLE
     err = capsys.readouterr().err
     assert f"argument --m: {reason}" in err
-    assert "_positive" not in err
+    assert "invalid" not in err
 
 
 TUNING = (autotune, "tune")

@@ -1,7 +1,7 @@
 """Elementwise work of the GDPA backward kernels: weights, slopes, and gradients of scores.
 
 Unless it takes few instructions, this work takes more time than the products. Therefore, as in
-`gdpa_weights`, the functions take raw scores s and omit constants,
+`activations.weights`, the functions take raw scores s and omit constants,
 
     act(scale * s)  = weight constant * weight(s)
     act'(scale * s) = slope constant * (slope(s) + offset),        offset = 0 or 1,

@@ -28,7 +28,7 @@ from ikbo_jax.reference.gdpa import Settings
 #: Words of a tile in device memory, `numbering.TILE_WORDS`, and the word of a user's keys.
 FIRST_ROW, ROWS, USER, KEYS, TARGET = range(5)
 USER_KEYS = 3
-#: The same words by their number among `lists.WORK_WORDS`.
+#: For the numbers of words in `lists.WORK_WORDS`, the words of a tile that hold them.
 TILE_WORDS = {0: FIRST_ROW, 1: FIRST_ROW, 2: ROWS, 3: USER, lists.STATISTICS_ROW: TARGET}
 
 

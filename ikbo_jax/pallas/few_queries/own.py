@@ -1,4 +1,4 @@
-"""The own tokens of an item's rows; see `problems.OwnStages`.
+"""The own tokens of an item's rows; see `problems.hopper.OwnStages`.
 
 They are in a ring of their own, and added behind an item's last block; or first among the stages of
 the item's values, and the softmax begins with them (`FewQueriesConfig.shared_with_own`).

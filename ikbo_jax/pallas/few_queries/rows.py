@@ -39,8 +39,8 @@ MOST_COUNTED = 512
 def candidates(cand_to_user: Any, user: Any, users: int) -> tuple[Any, Any]:
     """Searches `cand_to_user`, [B] int32 in device memory, for (first candidate, end) of a user.
 
-    A warp loads few candidates at once, and counts smaller users. Otherwise half a warp searches
-    for each bound, 128 candidates at once.
+    Up to `MOST_COUNTED` candidates, a warp loads all of them at once and counts those of lower
+    users. Otherwise half a warp searches for each bound, 128 candidates at once.
     """
     batch = cand_to_user.shape[0]
     if mosaic.is_interpreted():

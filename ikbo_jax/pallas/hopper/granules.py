@@ -205,7 +205,7 @@ def _warp() -> Integer:
 
 
 def _address(plane: ir.Value, granule: ir.Value, begin: Integer, words: int) -> ir.Value:
-    """Address, in the global address space, of this lane's words of the group at column `begin`."""
+    """Computes the global address of this lane's words of the group at column `begin`."""
     i32, i64 = ir.IntegerType.get_signless(32), ir.IntegerType.get_signless(64)
     groups = ir.MemRefType(plane.type).shape[1]
     lane = stores.thread_number() % WARP_SIZE

@@ -30,7 +30,7 @@ class Rows(NamedTuple):
 
     @property
     def numbers(self) -> int:
-        """Count of numbers of a vector."""
+        """The number of elements in a vector."""
         return self.words * 4 // self.dtype.itemsize
 
     def load(self, places: Sequence[tuple[jax.Array, jax.Array]]) -> list[Words]:

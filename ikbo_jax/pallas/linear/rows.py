@@ -28,8 +28,9 @@ NUMBERS, WORDS = 8, 4
 class Sums(NamedTuple):
     """Sums over a part of every row, [64] f32; on a GPU, over a thread's part of its two rows.
 
-    Numbers are counted from `shift`, the row's first number, so that the squares of rows whose mean
-    is far from 0 do not cancel: the mean of (x − shift)² is at most F + 1 times the variance.
+    `shift`, the row's first number, is subtracted from every number, so that the squares of rows
+    whose mean is far from 0 do not cancel: the mean of (x − shift)² is at most F + 1 times the
+    variance.
     """
 
     shift: jax.Array | None  # None: 0

@@ -48,7 +48,7 @@ class Rows(NamedTuple):
         return jnp.clip(self.cand_to_user, 0, len(self.users) - 1)
 
     def targets(self, sizes: Sizes) -> jax.Array:
-        """Computes rows in the kernel's `d_query` for candidates in their order, [B, T, N / K]."""
+        """Computes the rows of the kernel's `d_query` that each candidate has, [B, T, N / K]."""
         first_row, _, first_target, _ = jnp.moveaxis(self.users[self.user], 1, 0)
         place = self.position
         if place is None:

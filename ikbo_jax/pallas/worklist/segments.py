@@ -311,7 +311,7 @@ def merge(ctx: SegmentContext) -> None:
         return found & (end(*rows) == rows[1]) if shape.max_seqlen_q is not None else found
 
     def batch(turn: Any, read_number: Any) -> list[tuple[jax.Array, Any, Any]]:
-        """Returns (index, kv number of the segment before, starts of three segments) of each."""
+        """Reads segments: index, kv number of the one before, starts of it, this and the next."""
         top = first + (each - 1 - turn * step)
         numbers = [read_number(top - i - 1) for i in range(step)]
         rows = [starts(top - i + 1) for i in range(step + 2)]

@@ -79,7 +79,7 @@ class Launch(NamedTuple):
 
     @property
     def first(self) -> int:
-        """Number of the segment of the first sequence."""
+        """The number of the first sequence's segment; segment 0 may be the rows before it."""
         return 0 if self.queries.is_broadcast else 1
 
     @property

@@ -219,7 +219,7 @@ class Call(BlockMasks):
                 operands = operands.ordered(kept)
                 lengths = jnp.sum(kept, axis=1, dtype=jnp.int32)
             if at_users:
-                # Of the candidate's rows, the result is looked up.
+                # Users attend at their own batch; candidates look their user's result up.
                 found = operands.attend_with_lse(lengths)
                 outs.append(tuple(take_rows(x, users.index, 0) for x in found))
                 continue
@@ -284,7 +284,7 @@ class Call(BlockMasks):
     def _to_own(
         self, query: Part, own: list[Part], flat: jax.Array, key: jax.Array, value: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
-        """Attends to own keys with masks; returns the result, and lse [batch, queries, heads]."""
+        """Attends to the candidates' own keys; returns result, and lse [batch, queries, heads]."""
         if self.root.bias is None and self._sees_only_itself(query, own):
             return self._to_itself(flat, key, value)
 

@@ -250,7 +250,8 @@ def sum_of_two(ctx: Context, eqn: Any, x: Any, y: Any) -> Any:
         if (x.stage, y.stage) == ("log of sum", "max") and scores.belong(x, y):
             eps = float(jnp.finfo(x.dtype).eps)
             if any(eps * abs(f.value) > _LOST for f in x.root.fills if f.value > -math.inf):
-                # A user without keys: the log of the number of keys is lost beside the number.
+                # Of a user without keys, all logits are the mask's number, and rounding loses the
+                # log of the number of keys that is added to it.
                 raise NotCovered("attention is not recognised: a log is added to masked logits")
             return x.then(eqn, (x, y), stage="lse")
         raise NotCovered("attention is not recognised: its scores are combined with scores")

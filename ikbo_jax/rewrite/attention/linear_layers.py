@@ -27,8 +27,8 @@ from ikbo_jax.rewrite.values.graph import Node, graph_of
 from ikbo_jax.rewrite.values.jaxprs import interpret, trace
 
 #: Rows and features from which the kernel was faster, if there are as many columns as features:
-#: 1.10 to 1.60 times at 4,096 rows, 1.27 to 1.77 at 65,536 (H200, F = 128, 256, 512). Of 512 rows,
-#: XLA takes 8.9 us and the kernel 12.9; of 4,096 by 512 with 256 columns, 12.7 and 13.1.
+#: 1.10 to 1.60 times at 4,096 rows, 1.27 to 1.77 at 65,536 (H200, F = 128, 256, 512). With 512
+#: rows, XLA takes 8.9 us and the kernel 12.9; with 4,096 by 512 and 256 columns, 12.7 and 13.1.
 _LEAST_ROWS, _LEAST_FEATURES = 4096, 128
 #: Equations that change no number, or round it, between a norm and its products.
 _VIEWS = ("convert_element_type", "reshape")
@@ -115,7 +115,7 @@ def _rewritten(program: Any) -> tuple[Any, list[tuple[str, Any]]]:
 
 
 def _layers(products: Sequence[Node]) -> Iterator[_Layer]:
-    """Finds the norms whose products pay."""
+    """Finds the norms for whose products the kernel is faster."""
     by_rows: dict[Node, list[Node]] = {}
     for product in filter(_is_dense, products):
         rows, weight = product.operands

@@ -47,7 +47,7 @@ class Fill:
       state: `known_mask` of the whole mask: of `Blocks`, of the dimensions of `kept`; of `Logits`,
         with `seen`, [batch or 1, queries or 1, keys].
       lengths: [users] int32 if `kept` is proven to be the first `lengths` keys; else None.
-      source: see `facts.source_of_mask`; None if the mask hides what is True.
+      source: see `proofs.source_of_mask`; None if the mask hides what is True.
       seen: None; or if a mask of `Logits` differs by candidate or query, the factor of it that
         does: [batch or 1, queries or 1, keys] bool, an interval of keys in each row.
       labels: of a mask of `Blocks`, the labels of its own dimensions.

@@ -26,7 +26,7 @@ class Mask:
 
     Attributes:
       kept: bool [users, keys, *heads], with 1 in place of a size; False where a weight becomes 0.
-      source: see `facts.source_of_mask`; None if unknown.
+      source: see `proofs.source_of_mask`; None if unknown.
     """
 
     kept: jax.Array

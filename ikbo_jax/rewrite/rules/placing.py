@@ -15,9 +15,9 @@ from ikbo_jax.rewrite.rules.elementwise import sliced_along
 from ikbo_jax.rewrite.values.lineage import Concat, Lazy, has_lineage, is_plain
 from ikbo_jax.rewrite.values.registry import NotCovered
 
-#: More pieces than this become no concatenation.
+#: Most pieces that become a concatenation.
 _MOST_PIECES = 64
-#: Nor do more than this in derivatives, where each piece is a kernel that pads its gradient.
+#: The same in derivatives, where each piece is a kernel that pads its gradient.
 _MOST_WITH_GRADIENT = 16
 
 

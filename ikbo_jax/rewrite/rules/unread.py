@@ -63,7 +63,7 @@ class _Rows(NamedTuple):
 
 
 def check(program: core.Jaxpr) -> None:
-    """Raises RowsAreRead unless no result depends on a row that `unread_rows` does not keep."""
+    """Raises RowsAreRead if a result may depend on a row that `unread_rows` does not keep."""
     walk = _Walk()
     numbers = [walk.number(("argument", n)) for n in range(len(program.invars))]
     try:
@@ -144,7 +144,7 @@ def _marks(program: core.Jaxpr) -> bool:
 
 
 def _keeps_rows(eqn: core.JaxprEqn, found: Sequence[_Rows]) -> bool:
-    """Whether the derivative of a `custom_jvp` function mixes no rows that differ."""
+    """Whether the derivative of a `custom_jvp` function mixes no rows, or no row differs."""
     return not found or any_shape.is_elementwise_jvp(eqn)
 
 

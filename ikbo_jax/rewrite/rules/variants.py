@@ -61,7 +61,7 @@ def bind(program: core.Jaxpr, exact: Exact, inputs: Sequence[Any]) -> list[Any]:
     """Binds `program`, the variant for values, with the derivative of `exact`."""
 
     def original() -> core.Jaxpr:
-        # Without constants, `checkify` takes it for a call.
+        # Traced as a call, the program has no constants, as `Checked` needs.
         of = exact.original
         return trace(lambda *inputs: call(of, inputs, "original"), of.in_avals, of)
 
@@ -73,7 +73,7 @@ def bind(program: core.Jaxpr, exact: Exact, inputs: Sequence[Any]) -> list[Any]:
 def with_checks_of(
     checked: Callable[..., jax.Array], run: Callable[..., jax.Array], *arrays: jax.Array
 ) -> jax.Array:
-    """Computes `run(*arrays)`, integers; `checkify` checks `checked(*arrays)` in its place."""
+    """Computes integers by `run(*arrays)`; `checkify` checks `checked(*arrays)` instead."""
     program = trace(lambda *arrays: [run(*arrays)], arrays)
     like = [jax.typeof(x) for x in arrays]
     original = functools.partial(trace, lambda *arrays: [checked(*arrays)], like)

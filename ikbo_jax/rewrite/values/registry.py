@@ -41,7 +41,17 @@ def register_rule(
 
     Returns:
       The rule, or a decorator.
+
+    Raises:
+      TypeError: `primitive` is no primitive (`jax.lax.sin` is a function, `jax.lax.sin_p` its
+        primitive), or the rule is no function.
     """
+    if not isinstance(primitive, core.Primitive | str):
+        raise TypeError(
+            f"primitive must be a jax.extend.core.Primitive or its name, but is {primitive!r:.80}"
+        )
+    if rule is not None and not callable(rule):
+        raise TypeError(f"rule must be a function, but is {rule!r:.80}")
 
     def register(rule: Rule) -> Rule:
         name = str(primitive)
