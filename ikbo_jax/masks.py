@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from ikbo_jax.reference import hstu as hstu_rule
 
@@ -241,6 +242,6 @@ def _number(name: str, value: Any, least: int = 0) -> int:
 
 
 def _flag(name: str, value: Any) -> bool:
-    if not isinstance(value, bool):
+    if not isinstance(value, bool | np.bool_):
         raise ValueError(f"{name} must be a bool, but is {value!r:.80}")
-    return value
+    return bool(value)

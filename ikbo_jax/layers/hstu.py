@@ -115,8 +115,10 @@ def hstu_layer(
     arguments.check_offsets("cu_seqlens", "batch", cu_seqlens)
     if max_seqlen is None and output_scale is None:
         raise ValueError("HSTU needs max_seqlen or output_scale, but both are None")
+    if max_seqlen is not None:
+        max_seqlen = arguments.integer("max_seqlen", max_seqlen)
     if output_scale is None:
-        output_scale = 1 / max(arguments.finite_number("max_seqlen", max_seqlen), 1.0)
+        output_scale = 1 / (max_seqlen or 1)
     names = check_recompute(recompute)
     params, (x,) = cast(inputs.HSTU_X.layer, params, (x,), dtype)
     if cache is not None:
