@@ -12,10 +12,12 @@ result 0, and its gradients are 0.
 
 import abc
 import dataclasses
+import json
 import operator
 from typing import Any, NamedTuple
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 
@@ -214,6 +216,16 @@ class Intervals(Mask):
         ends = jnp.stack((self.begin, self.end), axis=-1)
         clamped = jnp.clip(ends, 0, rows.length[:, None, None]).reshape(ends.shape[0], -1)
         return jnp.pad(clamped, ((0, 0), (0, 4 - clamped.shape[1])))
+
+
+for _kind in (Hstu, Intervals):
+    # Artefacts of `jax.export` may take masks as arguments.
+    jax.export.register_pytree_node_serialization(
+        _kind,
+        serialized_name=f"ikbo_jax.masks.{_kind.__name__}",
+        serialize_auxdata=lambda static: json.dumps(static).encode(),
+        deserialize_auxdata=lambda data: tuple(hstu_rule.Rule(*x) for x in json.loads(data)),
+    )
 
 
 def _int32(name: str, array: Any) -> Any:

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.export
 import jax.numpy as jnp
 
 from ikbo_jax import masks
@@ -32,6 +33,9 @@ class HstuCache(NamedTuple):
     key: jax.Array
     value: jax.Array
     cu_seqlens: jax.Array
+
+
+jax.export.register_namedtuple_serialization(HstuCache, serialized_name="ikbo_jax.layers.HstuCache")
 
 
 def hstu_layer(
