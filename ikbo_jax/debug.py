@@ -81,8 +81,6 @@ def check_offsets(
     if cu_seqlens.ndim != 1 or not cu_seqlens.size:
         raise ValueError(f"{name} must have shape [batch + 1], but has shape {cu_seqlens.shape}")
     max_length = total if max_seqlen is None else max_seqlen
-    if num_targets is not None:
-        _check_targets(name, cu_seqlens, num_targets)
     offsets = cu_seqlens
     if not isinstance(cu_seqlens, jax.core.Tracer):
         offsets = np.asarray(cu_seqlens).astype(np.int64)
@@ -92,19 +90,21 @@ def check_offsets(
     lengths = end - begin
     message = f"sequence {{place}} of {name} has {{rows}} rows, but max_seqlen is {max_seqlen}"
     _refuse(_exceeds(lengths, max_length), message, "sequences are longer", rows=lengths)
+    if num_targets is not None:
+        _check_targets(name, lengths, num_targets)
 
 
-def _check_targets(name: str, cu_seqlens: Any, num_targets: Any) -> None:
+def _check_targets(name: str, lengths: Any, num_targets: Any) -> None:
     """Checks that every sequence has at most as many targets as rows."""
     _check_range("num_targets", num_targets, 2**31 - 1, "[0, 2147483647]", "numbers")
-    if num_targets.shape != (cu_seqlens.size - 1,):
+    if num_targets.shape != lengths.shape:
         raise ValueError(
-            f"num_targets has shape {num_targets.shape} but {name} has batch={cu_seqlens.size - 1}"
+            f"num_targets has shape {num_targets.shape} but {name} has batch={lengths.size}"
         )
-    lengths = cu_seqlens[1:] - cu_seqlens[:-1]
     message = f"sequence {{place}} of {name} has {{rows}} rows but {{targets}} targets"
-    has_more, counted = num_targets > lengths, "sequences have too many"
-    _refuse(has_more, message, counted, rows=lengths, targets=num_targets)
+    # int32 holds both, which may be integers of two kinds.
+    has_more = num_targets.astype(np.int32) > lengths.astype(np.int32)
+    _refuse(has_more, message, "sequences have too many", rows=lengths, targets=num_targets)
 
 
 def _check_size(name: str, value: Any) -> None:
@@ -140,7 +140,7 @@ def _refuse(is_bad: Any, message: str, counted: str, **values: Any) -> None:
         return
     if isinstance(is_bad, jax.core.Tracer):
         place = jnp.argmax(is_bad)
-        there = {name: array[place] for name, array in values.items()}
+        there = {name: jnp.asarray(array)[place] for name, array in values.items()}
         checkify.debug_check(~jnp.any(is_bad), message, place=place, **there)
     elif is_bad.any():
         first = np.unravel_index(np.argmax(is_bad), is_bad.shape)

@@ -12,11 +12,14 @@ result 0, and its gradients are 0.
 
 import abc
 import dataclasses
+import json
 import operator
 from typing import Any, NamedTuple
 
 import jax
+import jax.export
 import jax.numpy as jnp
+import numpy as np
 
 from ikbo_jax.reference import hstu as hstu_rule
 
@@ -215,6 +218,16 @@ class Intervals(Mask):
         return jnp.pad(clamped, ((0, 0), (0, 4 - clamped.shape[1])))
 
 
+for _kind in (Hstu, Intervals):
+    # Artefacts of `jax.export` may take masks as arguments.
+    jax.export.register_pytree_node_serialization(
+        _kind,
+        serialized_name=f"ikbo_jax.masks.{_kind.__name__}",
+        serialize_auxdata=lambda static: json.dumps(static).encode(),
+        deserialize_auxdata=lambda data: tuple(hstu_rule.Rule(*x) for x in json.loads(data)),
+    )
+
+
 def _int32(name: str, array: Any) -> Any:
     """Returns `array`; raises ValueError unless it is an int32 array with an axis."""
     if getattr(array, "dtype", None) != "int32" or not array.ndim:
@@ -241,6 +254,6 @@ def _number(name: str, value: Any, least: int = 0) -> int:
 
 
 def _flag(name: str, value: Any) -> bool:
-    if not isinstance(value, bool):
+    if not isinstance(value, bool | np.bool_):
         raise ValueError(f"{name} must be a bool, but is {value!r:.80}")
-    return value
+    return bool(value)

@@ -19,6 +19,7 @@ from ikbo_jax.masks import Mask
 from ikbo_jax.ops import arguments
 from ikbo_jax.ops.attention import attention
 from ikbo_jax.ops.gdpa import gdpa
+from ikbo_jax.ops.gdpa_arguments import bound
 from ikbo_jax.ops.linear_compression import linear_compression
 from ikbo_jax.ops.look_up import look_up as look_up_rows
 
@@ -213,7 +214,7 @@ def pma(
             output_scale=output_scale,
             logit_cap=logit_cap,
             broadcast_q=True,
-            max_seqlen_kv=max_seqlen,
+            max_seqlen_kv=bound("max_seqlen", max_seqlen, x.shape[0]),
             mask=mask,
         )
         return merge_heads(out.reshape(-1, seeds.shape[0], *out.shape[1:]), params["w_out"])
@@ -275,8 +276,8 @@ def pffn(
             scale=params["w_query"].shape[2] ** -0.5,
             output_scale=output_scale,
             q_to_kv=x_to_memory,
-            max_seqlen_q=max_seqlen,
-            max_seqlen_kv=max_seqlen_memory,
+            max_seqlen_q=bound("max_seqlen", max_seqlen, x.shape[0]),
+            max_seqlen_kv=bound("max_seqlen_memory", max_seqlen_memory, memory.shape[0]),
         )
         return merge_heads(out, params["w_out"])
 

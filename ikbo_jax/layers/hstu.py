@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.export
 import jax.numpy as jnp
 
 from ikbo_jax import masks
@@ -32,6 +33,9 @@ class HstuCache(NamedTuple):
     key: jax.Array
     value: jax.Array
     cu_seqlens: jax.Array
+
+
+jax.export.register_namedtuple_serialization(HstuCache, serialized_name="ikbo_jax.layers.HstuCache")
 
 
 def hstu_layer(
@@ -115,8 +119,10 @@ def hstu_layer(
     arguments.check_offsets("cu_seqlens", "batch", cu_seqlens)
     if max_seqlen is None and output_scale is None:
         raise ValueError("HSTU needs max_seqlen or output_scale, but both are None")
+    if max_seqlen is not None:
+        max_seqlen = arguments.integer("max_seqlen", max_seqlen)
     if output_scale is None:
-        output_scale = 1 / max(arguments.finite_number("max_seqlen", max_seqlen), 1.0)
+        output_scale = 1 / (max_seqlen or 1)
     names = check_recompute(recompute)
     params, (x,) = cast(inputs.HSTU_X.layer, params, dtype, x=x)
     if cache is not None:

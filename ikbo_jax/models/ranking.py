@@ -27,6 +27,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
@@ -120,6 +121,11 @@ class Request(NamedTuple):
     history: jax.Array
     cand_tokens: jax.Array
     cand_to_user: jax.Array
+
+
+jax.export.register_namedtuple_serialization(
+    Request, serialized_name="ikbo_jax.models.ranking.Request"
+)
 
 
 def candidate_counts(sizes: Sizes, seed: int = 0) -> np.ndarray:

@@ -149,7 +149,7 @@ def gdpa(
         arrays = gdpa_mask.with_intervals(mask, arrays, settings)
         arrays, settings = gdpa_mask.with_rule(mask, arrays, settings)
         call = dataclasses.replace(call, settings=settings)
-    arrays = reverse_only.operands("gdpa", arrays)
+    arrays, output_scale = reverse_only.operands("gdpa", (arrays, output_scale))
     out, _ = _OP.jitted(call, plan, arrays)
     if gdpa_arguments.has_scales(output_scale):
         out = gdpa_mask.scaled(out, output_scale, arrays, settings)

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import jax
+import jax.export
 
 from ikbo_jax.ops import arguments, dispatch
 from ikbo_jax.ops.linear_compression_backward import (
@@ -46,6 +47,9 @@ class Term(NamedTuple):
     weight: jax.Array | PaddedWeight
     embedding: jax.Array
     parent: jax.Array | None = None
+
+
+jax.export.register_namedtuple_serialization(Term, serialized_name="ikbo_jax.Term")
 
 
 def linear_compression(

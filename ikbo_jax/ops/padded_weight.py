@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from typing import Any
 
 import jax
+import jax.export
 import jax.numpy as jnp
 
 from ikbo_jax.ops import arguments
@@ -54,6 +56,12 @@ class PaddedWeight:
 
 # Unflattening checks nothing, since JAX puts other things than arrays in the leaf's place.
 jax.tree_util.register_dataclass(PaddedWeight, data_fields=["rows"], meta_fields=["k"])
+jax.export.register_pytree_node_serialization(
+    PaddedWeight,
+    serialized_name="ikbo_jax.PaddedWeight",
+    serialize_auxdata=lambda static: json.dumps(static).encode(),
+    deserialize_auxdata=lambda data: tuple(json.loads(data)),
+)
 
 
 def pad_weight(weight: jax.Array | PaddedWeight) -> PaddedWeight:

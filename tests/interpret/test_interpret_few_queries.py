@@ -126,6 +126,8 @@ CASES = {
     # CTAs list their candidates: several tiles of a user, users without candidates, grouped heads,
     # splits, both consumers' rows, indices out of range.
     "listed": Case((1, 0, 0, 2, 1, 0, 0), 40, users=3, q_len=2, num_sms=2, lists=True),
+    # The ranges end before the second block, which was loaded while candidates were listed.
+    "listed_ranges_within_a_block": Case((1, 0, 0), 40, lists=True, has_ranges=True),
     "listed_one_block": Case((2, 0, -3, 2, 9, 0), 9, users=4, num_sms=3, lists=True),
     "listed_lengths_gqa_h96": Case(
         (3, 0, 1, 1, 3, 0),

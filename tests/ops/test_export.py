@@ -7,6 +7,7 @@ import types
 from collections.abc import Callable
 from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -20,7 +21,7 @@ from small_kernels import prefer_kernels
 from training_runs import network_and_request
 
 import ikbo_jax as ikbo
-from ikbo_jax.layers import functional
+from ikbo_jax.layers import HstuCache, functional
 from ikbo_jax.models import ranking
 from ikbo_jax.ops import dispatch, target
 
@@ -366,6 +367,26 @@ SIZES = ranking.Sizes(
 )  # fmt: skip
 
 
+ROWS = jnp.ones((2, 3))
+COUNTS = jnp.arange(2, dtype=INT)
+
+
+@pytest.mark.parametrize(
+    "tree",
+    [
+        ikbo.masks.hstu(COUNTS, contextual=COUNTS, window=3, causal=False),
+        ikbo.masks.intervals(COUNTS[:, None], COUNTS[:, None]),
+        ikbo.pad_weight(ROWS),
+        ikbo.Term(ikbo.pad_weight(ROWS), ROWS[None]),
+        HstuCache(ROWS[None], ROWS[None], COUNTS),
+    ],
+    ids=lambda tree: type(tree).__name__,
+)
+def test_arguments_of_the_library_s_types_are_serialised(tree: Any) -> None:
+    exported = export.export(jax.jit(lambda x: x))(tree)
+    chex.assert_trees_all_equal(export.deserialize(exported.serialize()).call(tree), tree)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "version",
@@ -373,18 +394,11 @@ SIZES = ranking.Sizes(
     ids=["layers", "rewritten"],
 )
 def test_the_ranking_network(version: Callable[..., Any]) -> None:
-    """The request is a plain tuple: jax serialises no other kind that is not registered with it."""
-
-    def model(params: Any, request: tuple[jax.Array, ...]) -> jax.Array:
-        logits: jax.Array = version(params, ranking.Request._make(request))
-        return logits
-
     params, request = network_and_request(SIZES)
-    request = tuple(request)
-    exported = exported_for(BOTH, model, params, request)
+    exported = exported_for(BOTH, version, params, request)
     assert {LINEAR, ATTEND, GDPA_FORWARD} <= kernels_of(exported).keys()
     found = export.deserialize(exported.serialize()).call(params, request)
-    np.testing.assert_array_equal(np.asarray(found), np.asarray(jax.jit(model)(params, request)))
+    np.testing.assert_array_equal(np.asarray(found), np.asarray(jax.jit(version)(params, request)))
 
 
 def test_a_program_for_the_cpu_does_not_import_the_kernels() -> None:

@@ -127,10 +127,12 @@ def test_rows_divide_over_devices(kind: str) -> None:
     chex.assert_trees_all_close(found, jax.device_get(run(*leaves)), atol=ATOL)
 
 
-def test_vmap_over_scales() -> None:
+def test_vmap_over_scales_and_no_forward_mode() -> None:
     arrays, scales, _, exact = problem("indexed")
     found = jax.jit(jax.vmap(attend, (None, 0)))(arrays, np.stack([scales, 2 * scales]))
     chex.assert_trees_all_close(found, np.float32([exact[0], 2 * exact[0]]), atol=ATOL)
+    with pytest.raises(NotImplementedError, match="^gdpa has no forward-mode derivative"):
+        jax.jvp(functools.partial(attend, arrays), (scales,), (scales,))
 
 
 @pytest.mark.slow

@@ -245,8 +245,8 @@ def test_numpy_s_sizes_are_welcome() -> None:
 
 
 def check_targets(both: Any) -> None:
-    """Checks three sequences' offsets, of ten rows, with the targets behind them."""
-    check_offsets(both[:4], 10, num_targets=both[4:])
+    """Checks three sequences' offsets, of ten rows and another dtype, with the targets behind."""
+    check_offsets(both[:4].astype(np.int16), 10, num_targets=both[4:])
 
 
 #: For each check: its array, its other arguments, and what it raises, or None.
@@ -292,6 +292,7 @@ CHECKED: dict[Any, list[tuple[list[Any], tuple[Any, ...], str | None]]] = {
             "sequence 2 of cu_seqlens has 7 rows but 2147483647 targets; 1 of 3 sequences",
         ),
         ([0, 3, 3, 10, -1, 0, 7], (), "num_targets[0] is -1, outside [0, 2147483647]; 1 of 3"),
+        ([0, 3, 1, 10, 0, 0, 0], (), "cu_seqlens decreases from 3 to 1 in sequence 1; 1 of 3"),
     ],
 }
 #: The same for integers of 8 to 32 bits. A bound that a dtype does not hold is not wrapped to it.
@@ -370,6 +371,18 @@ def test_checks_name_position_value_and_bound(check, values, arguments, message,
 def test_checks_of_what_is_no_array_of_theirs(check, wrong, error, words) -> None:
     with pytest.raises(error, match=re.escape(words)):
         check(wrong, 3)
+
+
+@pytest.mark.parametrize("traced", [0, 1])
+def test_targets_beside_offsets_of_which_one_is_a_constant(traced: int) -> None:
+    arrays = [np.asarray([0, 3, 10], np.int32), np.asarray([1, 9], np.int32)]
+
+    def run(x: jax.Array) -> None:
+        offsets, targets = (x if i == traced else array for i, array in enumerate(arrays))
+        check_offsets(offsets, 10, num_targets=targets)
+
+    error, _ = checkify.checkify(jax.jit(run))(arrays[traced])
+    assert "sequence 1 of cu_seqlens has 7 rows but 9 targets" in error.get()
 
 
 def test_targets_of_another_batch() -> None:

@@ -275,6 +275,7 @@ def test_wrong_arguments_are_named_with_both_values() -> None:
         (lambda: layer(held, group_norm=True), r"output_norm_weight has shape \(6,\) but group_no"),
         (lambda: layer(held, num_heads=0), "num_heads of HSTU must be an integer of at least 1"),
         (lambda: layer(held, max_seqlen=None), "needs max_seqlen or output_scale, but both"),
+        (lambda: layer(held, max_seqlen=2.0), "max_seqlen must be an integer of at least 0, known"),
         (lambda: layer(held, recompute=("gate",)), "recompute has the unknown name 'gate'"),
         (lambda: layer(without), "HSTU has no parameter 'uvqk_weight', only"),
         (lambda: layer(held | {"x": held["x"][:, :2]}), "HSTU expects features=5, but x has shape"),

@@ -130,7 +130,8 @@ def attention(x: jax.Array) -> jax.Array:
 
 def gdpa(x: jax.Array) -> jax.Array:
     q_offsets, kv_offsets = (jnp.asarray(n, jnp.int32) for n in ([0, 1, 3], [0, 4, 6]))
-    out = ikbo.gdpa(x[:3], x[3:9], x[9:], q_offsets, kv_offsets, activation="gelu")
+    options = {"activation": "gelu", "output_scale": 1 + x[0, 0, :2] / 8}
+    out = ikbo.gdpa(x[:3], x[3:9], x[9:], q_offsets, kv_offsets, **options)
     return jnp.sum(jnp.sin(out))
 
 

@@ -107,7 +107,7 @@ def cases(shape: Shape) -> dict[str, Case]:
         "targets": hstu_case(targets),
         "targets_and_window": hstu_case(targets, 2, window=3, full_tail=2),
         "groups": hstu_case(targets, tokens, target_group_size=2),
-        "both_ways": hstu_case(targets, 1, window=2, target_group_size=3, causal=False),
+        "both_ways": hstu_case(targets, 1, window=2, target_group_size=3, causal=np.False_),
         "interval": intervals_case(shape, 1),
         "two_intervals": intervals_case(shape, 2),
     }

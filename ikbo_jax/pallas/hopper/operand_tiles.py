@@ -113,7 +113,7 @@ def zero_rows(tiles: Any, begin: Any) -> None:
     blocks, rows, width = tiles.shape
     if mosaic.is_interpreted():
 
-        @pl.loop(begin, rows)
+        @pl.loop(jnp.maximum(begin, 0), rows)
         def _(r: Any) -> None:
             for i in range(blocks):
                 tiles[i, r, :] = jnp.zeros((width,), tiles.dtype)
