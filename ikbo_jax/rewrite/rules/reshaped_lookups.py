@@ -9,6 +9,7 @@ from jax.extend import core
 
 from ikbo_jax.rewrite.facts import proofs
 from ikbo_jax.rewrite.interpret import Context, shape_of
+from ikbo_jax.rewrite.rules import positions
 from ikbo_jax.rewrite.rules.reshaped_axes import (
     Axes,
     again,
@@ -176,6 +177,10 @@ def looks_up_by_dimensions(eqn: Any, operand: Any, indices: Any) -> bool:
 
 def gather_by_dimensions(ctx: Context, eqn: Any, operand: Any, indices: Any) -> Any:
     """Looks rows up by an index of several dimensions: by the flattened index."""
+    if isinstance(indices, Concat):
+        whole, vectors = positions.along_whole_axis(ctx, eqn, indices)
+        if whole is not eqn:
+            return ctx.run_equation(whole, [operand, vectors])[0]
     numbers, sizes = eqn.params["dimension_numbers"], shape_of(indices)[:-1]
     shape = eqn.outvars[0].aval.shape
     dims = [d for d in range(len(shape)) if d not in numbers.offset_dims]

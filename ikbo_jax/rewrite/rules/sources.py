@@ -22,6 +22,10 @@ from ikbo_jax.rewrite.values.registry import NotCovered
 def gather(ctx: Context, eqn: Any, operand: Any, indices: Any) -> Any:
     """Looks rows up, as a lazy value."""
     numbers = eqn.params["dimension_numbers"]
+    if numbers.operand_batching_dims and not lineage.is_plain(indices):
+        whole, vectors = positions.along_whole_axis(ctx, eqn, indices)
+        if whole is not eqn:
+            return gather(ctx, whole, operand, vectors)
     if reshaped_lookups.looks_up_by_dimensions(eqn, operand, indices):
         return reshaped_lookups.gather_by_dimensions(ctx, eqn, operand, indices)
     if positions.are_looked_up(indices) and (
