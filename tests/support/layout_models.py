@@ -181,6 +181,23 @@ def mapped_over_candidates(lone, cand, w_first, w_top):
     return lax.map(score, cand)
 
 
+@layout("lone cand w_first w_out", 0.44)
+def concatenated_in_a_map(lone, cand, w_first, w_out):
+    def score(cand):
+        return jax.nn.relu(jnp.concatenate([lone, cand]) @ w_first) @ w_out
+
+    return lax.map(score, cand)
+
+
+@layout("user cand index w_first w_out", 0.43)
+def concatenated_in_a_map_over_indices(user, cand, index, w_first, w_out):
+    def score(one):
+        cand, n = one
+        return jax.nn.relu(w_first.T @ jnp.concatenate([user[n], cand])) @ w_out
+
+    return lax.map(score, (cand, index))
+
+
 # Grids of users and items.
 
 
