@@ -136,6 +136,20 @@ def dlrm_of_alternating_fields(user_fields, cand_fields, index, w_pairs, w_top):
     return jax.nn.relu(x @ w_pairs) @ w_top
 
 
+@layout("user_fields cand_fields index w_pairs", 0.55)
+def field_weighted_pairs(user_fields, cand_fields, index, w_pairs):
+    fields = jnp.concatenate([user_fields[index], cand_fields], axis=1)
+    return jnp.einsum("bfd,bgd,fg->b", fields, fields, w_pairs[:F, :F])
+
+
+@layout("user_fields cand_fields index w_pairs", 0.71)
+def field_weighted_pairs_by_a_sum(user_fields, cand_fields, index, w_pairs):
+    users = user_fields[index]
+    fields = jnp.concatenate([cand_fields[:, :2], users, cand_fields[:, 2:]], axis=1)
+    pairs = jnp.einsum("bfd,bgd->bgf", fields, fields * 2)
+    return (pairs * w_pairs[:F, :F][None]).sum(axis=(1, 2))
+
+
 # Other spellings of a lookup.
 
 
