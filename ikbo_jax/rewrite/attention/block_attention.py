@@ -188,6 +188,9 @@ class Call(BlockMasks):
         for key in live:
             groups.setdefault(lineage_of(key.value), []).append(key)
         own = groups.pop(None, []) + _taken_as_own(groups, rows)
+        for users in [x for x, keys in groups.items() if self._bias_differs(query, keys, x)]:
+            # As a bias of the time between the candidate and each event.
+            own += groups.pop(users)
         own_kept = all(states[id(key)] == 1 for key in own)
         own_rows = self._all_rows(own, None) if own else None
         outs: list[tuple[jax.Array, jax.Array]] = []

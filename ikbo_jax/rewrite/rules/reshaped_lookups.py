@@ -166,7 +166,9 @@ def looks_up_by_dimensions(eqn: Any, operand: Any, indices: Any) -> bool:
         return False
     if not is_plain(indices) and not isinstance(indices, Concat):
         return False
-    if isinstance(indices, Concat) and any(map(has_lineage, indices.parts)):
+    if isinstance(indices, Concat) and (
+        any(map(has_lineage, indices.parts)) or Concat in map(type, indices.parts)
+    ):
         return False
     if has_lineage(operand) and operand.axis not in numbers.start_index_map:
         return False
