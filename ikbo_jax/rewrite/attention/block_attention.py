@@ -58,7 +58,10 @@ def product(
     root: Any = scores.root
     assert isinstance(root, Blocks)
     side, value = (0, rhs) if scores is lhs else (1, lhs)
-    value = lineage.transposed(value, order_of_values(eqn, scores, side, value))
+    dims = order_of_values(eqn, scores, side, value)
+    if -1 in dims:
+        raise NotCovered("attention is not recognised: its values have no heads")
+    value = lineage.transposed(value, dims)
     if jnp.finfo(value.dtype).eps < jnp.finfo(root.key.dtype).eps:
         raise NotCovered(f"attention is not recognised: {value.dtype} values")
     keys = parts_of(root.key, 1, value)
