@@ -62,6 +62,16 @@ def several_query_heads_a_key_head(query, key, value):
     return jax.nn.dot_product_attention(query, key[INDEX][:, :, :1], value[INDEX][:, :, :1])
 
 
+def of_several_tasks_under_vmap(query, key, value):
+    """The tasks have their own queries and keys, of one head each, and share the values."""
+
+    def task(query, key):
+        scores = jnp.einsum("bth,bsh->bts", query, key[INDEX])
+        return jax.nn.softmax(scores, axis=-1) @ value[INDEX][:, :, 0]
+
+    return jax.vmap(task, in_axes=(2, 2), out_axes=2)(query, key)
+
+
 def under_vmap(query, key, value):
     def one(query, user):
         scores = jnp.einsum("tnh,snh->nts", query, key[user]) / H**0.5
@@ -82,6 +92,7 @@ RECOGNISED = [
     in_bfloat16,
     several_query_heads_a_key_head,
     under_vmap,
+    of_several_tasks_under_vmap,
 ]
 
 

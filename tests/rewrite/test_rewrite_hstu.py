@@ -32,6 +32,7 @@ SPELLINGS: dict[str, Callable[[Any, Any], Any]] = {
     "where_before": lambda s, m: jax.nn.silu(jnp.where(m, s, -1e9)),
     "sigmoid": lambda s, m: s * jax.nn.sigmoid(s) * m,
     "after_the_length": lambda s, m: (jax.nn.silu(s) / s.shape[-1]) * m * s.shape[-1],
+    "softmax": lambda s, m: jax.nn.softmax(jnp.where(m, s, -1e9)),
     "squared_relu": lambda s, m: jnp.where(m, jnp.square(jax.nn.relu(s)), 0.0),
 }
 
@@ -75,8 +76,34 @@ def request(rows: int, candidates: int) -> tuple[jax.Array, ...]:
     return tuple(map(jnp.asarray, (history, items, index)))
 
 
-def model(spelling: str = "times_bool", mask: str = "isolated", padded: bool = False) -> Any:
-    def fn(layers: Any, history: Any, items: Any, index: Any) -> Any:
+#: The number of the bucket of each time difference, an integer.
+BUCKETS: dict[str, Callable[[Any], Any]] = {
+    "log": lambda x: (jnp.log(jnp.maximum(jnp.abs(x), 1).astype(jnp.float32)) / 0.3).astype(int),
+    "searched": lambda x: jnp.searchsorted(2 ** jnp.arange(20), jnp.abs(x)),
+    "compared": lambda x: (jnp.abs(x)[..., None] > 2 ** jnp.arange(20)).sum(axis=-1),
+}
+
+
+def times(index: jax.Array, candidates: int) -> jax.Array:
+    """The times of a user's events, and later times of the candidates: [rows, tokens] int32."""
+    rng = np.random.default_rng(2)
+    events = np.sort(rng.integers(0, 1000, (USERS, LENGTH)).astype(np.int32), axis=1)
+    now = jnp.asarray(rng.integers(1000, 2000, (len(index), candidates)).astype(np.int32))
+    return jnp.concatenate([jnp.asarray(events)[index], now], axis=1)
+
+
+def bias(bucket: str, table: jax.Array, index: jax.Array, candidates: int) -> jax.Array:
+    """A bias of times between all tokens, and of their positions: [rows, 1, tokens, tokens]."""
+    at = times(index, candidates)
+    found = table[0][BUCKETS[bucket](at[:, :, None] - at[:, None])]
+    n = np.arange(LENGTH + candidates)
+    return (found + table[1][n[:, None] - n + LENGTH + candidates])[:, None]
+
+
+def model(
+    spelling: str = "times_bool", mask: str = "isolated", padded: bool = False, bucket: str = ""
+) -> Any:
+    def fn(layers: Any, history: Any, items: Any, index: Any, *table: Any) -> Any:
         x = jnp.concatenate([history[index], items], axis=1)
         rows, n, _ = x.shape
         seen = MASKS[mask](n, LENGTH)[None, None]
@@ -91,7 +118,10 @@ def model(spelling: str = "times_bool", mask: str = "isolated", padded: bool = F
             uvqk = jax.nn.silu(norm @ w_in).reshape(rows, n, 4, HEADS, HEAD)
             u, v, q, k = (uvqk[:, :, i] for i in range(4))
             scores = jnp.einsum("bnhd,bmhd->bhnm", q, k) * HEAD**-0.5
-            a = jnp.einsum("bhnm,bmhd->bnhd", SPELLINGS[spelling](scores, seen) / n, v)
+            scores = scores + bias(bucket, *table, index, n - LENGTH) if bucket else scores
+            weights = SPELLINGS[spelling](scores, seen)
+            weights = weights if spelling == "softmax" else weights / n
+            a = jnp.einsum("bhnm,bmhd->bnhd", weights, v)
             x = x + (u * a).reshape(rows, n, -1) @ w_out
         return x[:, LENGTH:]
 
@@ -121,6 +151,19 @@ def test_every_spelling_and_mask_attends_at_user_batch(choices: dict[str, Any]) 
     assert "attention with own tokens" in report.details, report
     assert report.flops_saved >= 0.6 * report.costs.original.flops, report
     check(lambda fn: fn, fn, *args)
+
+
+@pytest.mark.parametrize("bucket", BUCKETS)
+@pytest.mark.parametrize("spelling", ["times_bool", "softmax"])
+def test_times_between_all_tokens_leave_the_history_at_user_batch(
+    spelling: str, bucket: str
+) -> None:
+    """Though times between the candidate and each event differ by candidate."""
+    table = jnp.asarray(np.random.default_rng(3).standard_normal((2, 64), np.float32))
+    fn, args = model(spelling, bucket=bucket), (params(), *request(48, 1), table)
+    report = report_of(fn, *args)
+    assert report.flops_saved >= 0.88 * report.costs.original.flops, report
+    check_values_and_gradients(fn, *args, bound=3e-5)
 
 
 def test_gradients_are_the_models() -> None:

@@ -255,6 +255,9 @@ RETRIEVED = {
     "another batch axis": lambda h: jax.vmap(lambda row, at: row[at], (1, 0), 1)(
         h.swapaxes(0, 1)[:, INDEX], POSITIONS
     ),
+    "along features": lambda h: jnp.take_along_axis(
+        h[INDEX], jnp.broadcast_to(POSITIONS[..., None], (B, 2, D)), 1
+    ),
     "8 bits": lambda h: jnp.take_along_axis(h[INDEX], POSITIONS.astype(jnp.int8)[..., None], 1),
     "shuffled": lambda h: jnp.take_along_axis(h[INDEX][SHUFFLE], POSITIONS[..., None], 1),
     "two batch axes": lambda h: jnp.take_along_axis(

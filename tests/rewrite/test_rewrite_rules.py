@@ -242,6 +242,12 @@ def test_lookup_along_any_axis(axis: int) -> None:
         lambda x: jax.vmap(lambda i: x[i])(INDEX),
         lambda x: jax.vmap(lambda i: lax.dynamic_index_in_dim(x, i, keepdims=False))(INDEX),
         lambda x: jnp.take_along_axis(x, INDEX[:, None, None], axis=0),
+        # As `torch.gather` is spelled, whose index has the features' size.
+        lambda x: jnp.take_along_axis(x, jnp.full((B, *x.shape[1:]), INDEX[:, None, None]), 0),
+        lambda x: jnp.take_along_axis(x.T, jnp.full((D, 3, B), INDEX), axis=2).T,
+        lambda x: jnp.take_along_axis(x[:, 0], jnp.repeat(INDEX[:, None], D, axis=1), axis=0),
+        lambda x: x[INDEX[:, None], jnp.arange(3)],
+        lambda x: x[INDEX[:, None, None], jnp.arange(3)[:, None], jnp.arange(D)],
         lambda x: x[INDEX.astype(jnp.int16)],
         lambda x: x[np.asarray(INDEX)],
         lambda x: x[jnp.asarray([0, 1, 2, 3])[INDEX]],
@@ -296,6 +302,30 @@ def test_the_same_index_twice_is_one_lookup(mode: str | None) -> None:
     report = check(fn, USER, DEEP)
     assert "looked up in place" not in report.details
     assert np.isnan(computed(fn, USER, DEEP)[0]).all() == (mode is None)
+
+
+@pytest.mark.parametrize("mode", ["clip", "fill", None])
+def test_a_product_of_lookups_in_other_words_is_computed_for_users(mode: str | None) -> None:
+    def fn(user, deep, cand):
+        by_feature = jnp.broadcast_to(INDEX[:, None], (B, D))
+        rows = jnp.take_along_axis(user, by_feature, axis=0, mode=mode)
+        return jnp.einsum("bd,bsd->bs", rows, deep[INDEX]) @ W[:3, :C] * cand
+
+    report = check(fn, USER, DEEP, CAND)
+    assert report.changed
+    assert not report.materialised, report.details
+
+
+def test_an_index_that_is_moved_among_copies_is_another_index() -> None:
+    """Columns of a repeated index: of copies of its first element, and from its second element."""
+
+    def fn(user, cand):
+        copies = jnp.broadcast_to(INDEX[None], (B, B))[:, :1]
+        later = jnp.tile(INDEX[:, None], (2, 1))[1 : B + 1]
+        rows = [jnp.take_along_axis(user, x, axis=0) for x in (copies, later, INDEX[:, None])]
+        return jnp.sin(rows[0] + 2 * rows[1] + 3 * rows[2])[:, :C] * cand
+
+    assert check(fn, USER, CAND).changed
 
 
 def test_a_lookup_in_what_was_looked_up_is_one_lookup() -> None:

@@ -148,6 +148,7 @@ def test_layers_share_the_function_of_an_op() -> None:
 ABOVE = {
     "batch_and_positions_merged": 2.55,
     "compression_of_repeated_users": 2.75,
+    "concatenated_in_a_map_over_indices": 3.35,
     "digitized": 8.8,
     "digitized_features": 7.7,
     "dlrm_of_masked_pairs": 2.85,

@@ -136,6 +136,20 @@ def dlrm_of_alternating_fields(user_fields, cand_fields, index, w_pairs, w_top):
     return jax.nn.relu(x @ w_pairs) @ w_top
 
 
+@layout("user_fields cand_fields index w_pairs", 0.55)
+def field_weighted_pairs(user_fields, cand_fields, index, w_pairs):
+    fields = jnp.concatenate([user_fields[index], cand_fields], axis=1)
+    return jnp.einsum("bfd,bgd,fg->b", fields, fields, w_pairs[:F, :F])
+
+
+@layout("user_fields cand_fields index w_pairs", 0.71)
+def field_weighted_pairs_by_a_sum(user_fields, cand_fields, index, w_pairs):
+    users = user_fields[index]
+    fields = jnp.concatenate([cand_fields[:, :2], users, cand_fields[:, 2:]], axis=1)
+    pairs = jnp.einsum("bfd,bgd->bgf", fields, fields * 2)
+    return (pairs * w_pairs[:F, :F][None]).sum(axis=(1, 2))
+
+
 # Other spellings of a lookup.
 
 
@@ -179,6 +193,23 @@ def mapped_over_candidates(lone, cand, w_first, w_top):
         return jnp.tanh(cand @ w_first[D:]) @ w_top + jnp.tanh(lone @ w_first[:D]) @ w_top
 
     return lax.map(score, cand)
+
+
+@layout("lone cand w_first w_out", 0.44)
+def concatenated_in_a_map(lone, cand, w_first, w_out):
+    def score(cand):
+        return jax.nn.relu(jnp.concatenate([lone, cand]) @ w_first) @ w_out
+
+    return lax.map(score, cand)
+
+
+@layout("user cand index w_first w_out", 0.43)
+def concatenated_in_a_map_over_indices(user, cand, index, w_first, w_out):
+    def score(one):
+        cand, n = one
+        return jax.nn.relu(w_first.T @ jnp.concatenate([user[n], cand])) @ w_out
+
+    return lax.map(score, (cand, index))
 
 
 # Grids of users and items.

@@ -58,7 +58,10 @@ def product(
     root: Any = scores.root
     assert isinstance(root, Blocks)
     side, value = (0, rhs) if scores is lhs else (1, lhs)
-    value = lineage.transposed(value, order_of_values(eqn, scores, side, value))
+    dims = order_of_values(eqn, scores, side, value)
+    if -1 in dims:
+        raise NotCovered("attention is not recognised: its values have no heads")
+    value = lineage.transposed(value, dims)
     if jnp.finfo(value.dtype).eps < jnp.finfo(root.key.dtype).eps:
         raise NotCovered(f"attention is not recognised: {value.dtype} values")
     keys = parts_of(root.key, 1, value)
@@ -188,6 +191,9 @@ class Call(BlockMasks):
         for key in live:
             groups.setdefault(lineage_of(key.value), []).append(key)
         own = groups.pop(None, []) + _taken_as_own(groups, rows)
+        for users in [x for x, keys in groups.items() if self._bias_differs(query, keys, x)]:
+            # As a bias of the time between the candidate and each event.
+            own += groups.pop(users)
         own_kept = all(states[id(key)] == 1 for key in own)
         own_rows = self._all_rows(own, None) if own else None
         outs: list[tuple[jax.Array, jax.Array]] = []

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ikbo_jax.rewrite.attention.block_parts import Part, at_users, block_of
+from ikbo_jax.rewrite.attention.block_parts import Part, at_users
 from ikbo_jax.rewrite.attention.blocks import unspread
 from ikbo_jax.rewrite.attention.logit_masks import rows_of
 from ikbo_jax.rewrite.attention.scores import KEY, QUERY, Fill, Scores
@@ -49,7 +49,7 @@ class BlockMasks:
         if len(seen) in (0, len(hidden)):
             return key if len(seen) else None
         first, last = int(seen[0]), int(seen[-1]) + 1
-        rows, values = (block_of(x, 1, first, last) for x in (key.value, key.values))
+        rows, values = (lineage.slice_along(x, first, last, 1) for x in (key.value, key.values))
         return Part(rows, key.start + first, key.start + last, values)
 
     def _state(self, query: Part, key: Part) -> int:
@@ -127,8 +127,10 @@ class BlockMasks:
 
     def _sliced(self, mask: Any, query: Part, key: Part) -> Any:
         """Returns the block of a mask: [batch, *queries, *heads, keys]."""
-        mask = block_of(mask, len(self.root.labels) - 1, key.start, key.stop)
-        return block_of(mask, self.axis, query.start, query.stop) if self.root.queries else mask
+        mask = lineage.slice_along(mask, key.start, key.stop, len(self.root.labels) - 1)
+        if not self.root.queries:
+            return mask
+        return lineage.slice_along(mask, query.start, query.stop, self.axis)
 
     def _bias(self, query: Part, keys: list[Part], users: Lineage | None) -> jax.Array | None:
         """Returns the sum of the biases: [batch or 1, heads or 1, queries or 1, keys] float32.
@@ -144,6 +146,11 @@ class BlockMasks:
             wide = joined(list(map(self._logits_mask, parts)), keys).astype(jnp.float32)
             total = wide if total is None else jnp.add(*jnp.broadcast_arrays(total, wide))
         return total
+
+    def _bias_differs(self, query: Part, keys: list[Part], users: Lineage) -> bool:
+        """Whether a bias of these keys differs by candidate."""
+        blocks = [self._sliced(x, query, key) for x in self.root.bias or () for key in keys]
+        return any(at_users(x, users) is None for x in blocks)
 
     def _logits_mask(self, mask: jax.Array) -> jax.Array:
         """Reshapes a mask [batch, *queries, *heads, keys] to [batch, heads, queries, keys]."""

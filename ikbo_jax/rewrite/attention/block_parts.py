@@ -47,19 +47,6 @@ def lineage_of(x: Any) -> Lineage | None:
     return x.lineage if lineage.has_lineage(x) else None
 
 
-def block_of(x: Any, axis: int, begin: int, end: int) -> Any:
-    """Returns `x[..., begin:end, ...]` along `axis`; a dimension of size 1 stays."""
-    if not isinstance(x, Concat):
-        return lineage.slice_along(x, begin, end, axis)
-    if x.axis != axis:
-        return Concat(tuple(block_of(part, axis, begin, end) for part in x.parts), x.axis)
-    found = []
-    for part, first, last in x.pieces():
-        if max(begin, first) < min(end, last):
-            found.append(block_of(part, axis, max(begin, first) - first, min(end, last) - first))
-    return found[0] if len(found) == 1 else Concat(tuple(found), axis)
-
-
 def at_users(x: Any, users: Lineage, axis: int = 0) -> Any:
     """Returns the array at user batch along `axis`; None if the value differs by candidate."""
     if isinstance(x, Concat):

@@ -43,6 +43,8 @@ def dot_general(ctx: Context, eqn: Any, lhs: Any, rhs: Any) -> Any:
     _, (batch, _) = eqn.params["dimension_numbers"]
     if not batch:
         return product(ctx, eqn, lhs, rhs)
+    if type(lhs) is type(rhs) is Lazy and lhs.lineage is not rhs.lineage:
+        lhs, rhs = lineage.aligned((lhs, rhs))
     scores = products.start(
         ctx, eqn, lhs, rhs, lambda scope: scope.build(product(scope, eqn, lhs, rhs))
     )

@@ -6,6 +6,7 @@ fields is computed at user batch, and the others at candidate batch.
 """
 
 import dataclasses
+import functools
 import itertools
 from typing import Any
 
@@ -14,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
-from ikbo_jax.rewrite.attention import contraction, score_axes
+from ikbo_jax.rewrite.attention import contraction, products, score_axes
 from ikbo_jax.rewrite.attention.blocks import Blocks
 from ikbo_jax.rewrite.attention.scores import BATCH, KEY, QUERY, Scores
 from ikbo_jax.rewrite.facts import known, masks
@@ -27,6 +28,7 @@ from ikbo_jax.rewrite.values.lineage import (
     Concat,
     Deferred,
     Lazy,
+    base_of,
     has_lineage,
     is_plain,
     lazy,
@@ -166,6 +168,76 @@ def _gather_of_pairs(ctx: Context, eqn: Any, x: Any, indices: Any) -> Any:
     columns = x.scores.shape[2]
     pairs = np.stack(np.divmod(positions, columns), axis=1)
     return _chosen(ctx, x.product, pairs, x.kept[positions])
+
+
+def dot_general(ctx: Context, eqn: Any, lhs: Any, rhs: Any) -> Any:
+    """Sums pairs with weights, in one product with a matrix [fields, fields]; see `products`."""
+    side = int(isinstance(rhs, Scores))
+    x, weights = (rhs, lhs) if side else (lhs, rhs)
+    contract, (batch, _) = eqn.params["dimension_numbers"]
+    if batch or len(contract[0]) != 2 or not is_plain(weights) or not _is_product(x):
+        return products.dot_general(ctx, eqn, lhs, rhs)
+    if np.ndim(weights) != 2 or not products.has_default_precision(eqn):
+        return products.dot_general(ctx, eqn, lhs, rhs)
+    order = [d for _, d in sorted(zip(contract[side], contract[1 - side], strict=True))]
+    return _weighted(ctx, eqn, x, staged.transpose(weights, order))
+
+
+def reduce_sum(ctx: Context, eqn: Any, x: Scores) -> Any:
+    """Sums pairs times weights that are the same for all rows, or exponentials."""
+    made: Any = x.made or (None, ())
+    made, operands = made
+    pair = [y for y in operands if isinstance(y, Scores)]
+    if made is None or made.primitive is not jax.lax.mul_p or eqn.params["axes"] != (1, 2):
+        return score_axes.reduced(ctx, eqn, x)
+    if len(pair) != 1 or not _is_product(pair[0]):
+        return score_axes.reduced(ctx, eqn, x)
+    base = base_of(operands[0] if pair[0] is operands[1] else operands[1])
+    if not is_plain(base) or np.shape(base) != (1, *x.shape[1:]):
+        return score_axes.reduced(ctx, eqn, x)
+    return _weighted(ctx, eqn, pair[0], staged.reshape(base, x.shape[1:]))
+
+
+def _weighted(ctx: Context, eqn: Any, x: Scores, weights: jax.Array) -> Any:
+    """Sums the products of all pairs, each times its weight [fields, fields]: [batch].
+
+    So do field-weighted factorisation machines. Users' fields are multiplied with the weights at
+    user batch, also for pairs of a user's and a candidate's field.
+    """
+    sides = _sides(ctx, x.root)[:: -1 if x.labels[1] == (KEY, 0) else 1]
+    (rows, _, _), (columns, _, _) = sides
+    if len(rows) * len(columns) > _MOST_BLOCKS or weights.dtype != x.root.key.dtype:
+        raise NotCovered("weighted products of fields of many lookups")
+    at = [[np.flatnonzero(group == n) for n in range(len(values))] for values, group, _ in sides]
+    is_gram, terms = x.root.query is x.root.key, []
+    for (m, row), (n, column) in itertools.product(enumerate(rows), enumerate(columns)):
+        if is_gram and m > n:
+            continue
+        own = _weights_of(weights, at[0][m], at[1][n])
+        if is_gram and m < n:
+            # The product of two fields is that of the same fields in the other order.
+            own = own + _weights_of(weights, at[0][n], at[1][m]).T
+        # [other fields, batch, width]
+        first, own, other = (row, own.T, column) if has_lineage(row) else (column, own, row)
+        mixed = _product(ctx, x, own, first, (((1,), (1,)), ((), ())))
+        numbers = ((0, 2), (1, 2)), ((1,), (0,))
+        terms.append(ctx.build(_product(ctx, x, mixed, other, numbers, np.dtype(np.float32))))
+    return staged.cast(functools.reduce(jax.lax.add, terms), eqn.outvars[0].aval.dtype)
+
+
+def _weights_of(weights: jax.Array, rows: np.ndarray, columns: np.ndarray) -> jax.Array:
+    """Selects the weights of some rows and columns."""
+    for axis, at in enumerate((rows, columns)):
+        weights = staged.gather_rows(weights, jnp.asarray(at, jnp.int32), axis)
+    return weights
+
+
+def _product(
+    ctx: Context, x: Scores, lhs: Any, rhs: Any, numbers: Any, preferred: Any = None
+) -> Any:
+    """Multiplies, as the product of the scores does, with other dimension numbers."""
+    eqn = x.equation.replace(params={**x.equation.params, "dimension_numbers": numbers})
+    return contraction.product(ctx, eqn, lhs, rhs, preferred)
 
 
 def _sides(ctx: Context, root: Blocks) -> list[tuple[list[Any], np.ndarray, np.ndarray]]:

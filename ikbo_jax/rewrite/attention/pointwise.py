@@ -20,7 +20,7 @@ from jax import lax
 
 from ikbo_jax.rewrite.attention.block_attention import Call
 from ikbo_jax.rewrite.attention.block_functions import BlockFunctions, Mask
-from ikbo_jax.rewrite.attention.block_parts import Part, at_users, block_of, lineage_of, weighted
+from ikbo_jax.rewrite.attention.block_parts import Part, at_users, lineage_of, weighted
 from ikbo_jax.rewrite.attention.blocks import Blocks, arranged_array
 from ikbo_jax.rewrite.attention.operands import Operands, Visible
 from ikbo_jax.rewrite.attention.scores import BATCH, HEAD, KEY, QUERY, Fill, Label, Scores
@@ -28,7 +28,7 @@ from ikbo_jax.rewrite.facts import activations
 from ikbo_jax.rewrite.interpret import shape_of
 from ikbo_jax.rewrite.rules import any_shape
 from ikbo_jax.rewrite.rules.elementwise import ELEMENTWISE, common_shape
-from ikbo_jax.rewrite.values import staged
+from ikbo_jax.rewrite.values import lineage, staged
 from ikbo_jax.rewrite.values.lineage import Concat, Lazy, Lineage, is_plain, origins_of, spread
 from ikbo_jax.rewrite.values.registry import NotCovered
 
@@ -235,7 +235,7 @@ class PointwiseCall(Call):
             return x
         for label, part in (((KEY, 0), key), ((QUERY, self.axis - 1), query)):
             if label in labels:
-                x = block_of(x, labels.index(label), part.start, part.stop)
+                x = lineage.slice_along(x, part.start, part.stop, labels.index(label))
         if users is None:
             return self.ctx.build(x)
         array = at_users(x, users, batch)

@@ -183,7 +183,9 @@ def _values(eqn: Any, scores: Scores, side: int, value: Any) -> tuple[Any, jax.A
     if axis != value.axis or value.shape[width] != root.key.shape[-1]:
         raise NotCovered("attention is not recognised: another product with its values")
     value = lineage.spread_axes(value, range(len(value.shape)))
-    base = staged.transpose(value.base, order)
+    base = staged.transpose(value.base, [d for d in order if d >= 0])
+    base = staged.expand_dims(base, [n for n, d in enumerate(order) if d < 0])
+    base = lineage.spread(base, (*base.shape[:2], *root.heads, base.shape[-1]))
     dtype = root.key.dtype
     for x in (base, eqn.outvars[0].aval):
         if jnp.finfo(x.dtype).eps < jnp.finfo(dtype).eps:

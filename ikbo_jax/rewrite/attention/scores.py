@@ -314,7 +314,8 @@ def of_product(
 def order_of_values(eqn: Any, scores: Scores, side: int, value: Any) -> list[int]:
     """Returns the dimensions of values, in the order [batch, keys, *heads, width].
 
-    `side` is the position of the weights among the operands of their product with `value`.
+    `side` is the position of the weights among the operands of their product with `value`. In place
+    of a head that the values lack, as under a `vmap` of the keys alone, stands -1.
     """
     contract, batch = eqn.params["dimension_numbers"]
     pairs = dict(zip((scores.labels[d] for d in batch[side]), batch[1 - side], strict=True))
@@ -322,9 +323,9 @@ def order_of_values(eqn: Any, scores: Scores, side: int, value: Any) -> list[int
     summed, batched = contract[1 - side], batch[1 - side]
     free = [d for d in range(len(shape_of(value))) if d not in (*summed, *batched)]
     of_keys = [scores.labels[d] for d in contract[side]] == [(KEY, 0)]
-    if not of_keys or pairs.keys() != set(wanted) or len(free) != 1:
+    if not of_keys or (BATCH, 0) not in pairs or not pairs.keys() <= set(wanted) or len(free) != 1:
         raise NotCovered("attention is not recognised: another product with its values")
-    axis, *heads = (int(pairs[label]) for label in wanted)
+    axis, *heads = (int(pairs.get(label, -1)) for label in wanted)
     return [axis, *map(int, summed), *heads, *free]
 
 

@@ -226,7 +226,8 @@ def _over_parts(
         return elementwise_to(ctx, eqn, shape, whole)
     for x in operands:
         if isinstance(x, Concat):
-            if x.axis != first.axis:
+            if x.axis != first.axis and eqn.outvars[0].aval.dtype == np.bool_:
+                # Masks are known by the equations between them.
                 raise NotCovered(f"{eqn.primitive.name} of concatenations along two axes")
         elif has_lineage(x) and x.axis == first.axis:
             raise NotCovered(
@@ -237,13 +238,13 @@ def _over_parts(
         return elementwise_to(ctx, eqn, part_shape, cut)
 
     operands = _cut_alike(ctx, operands, first.axis)
-    first = next(x for x in operands if isinstance(x, Concat))
+    first = next(x for x in operands if isinstance(x, Concat) and x.axis == first.axis)
     return concat(by_part(first, operands, shape, run), first.axis)
 
 
 def _cut_alike(ctx: Context, operands: Any, axis: int) -> list[Any]:
     """Cuts concatenations along `axis` where a part of any of them ends."""
-    whole = [x for x in operands if isinstance(x, Concat)]
+    whole = [x for x in operands if isinstance(x, Concat) and x.axis == axis]
     if all(x.sizes == whole[0].sizes for x in whole):
         return list(operands)
     ends = sorted({end for x in whole for *_, end in x.pieces()})
@@ -251,7 +252,7 @@ def _cut_alike(ctx: Context, operands: Any, axis: int) -> list[Any]:
 
     def cut(x: Any) -> Any:
         parts = tuple(sliced_along(ctx, x, start, stop, axis) for start, stop in bounds)
-        return Concat(parts, axis) if isinstance(x, Concat) else x
+        return Concat(parts, axis) if isinstance(x, Concat) and x.axis == axis else x
 
     return list(map(cut, operands))
 
@@ -264,14 +265,15 @@ def by_part(
 ) -> list[Any]:
     """Runs an operation on each part of the concatenation `first`.
 
-    Other concatenations among the operands have the parts of `first`; other values are sliced
-    alike. `shape` is the shape of the whole result; `run` takes the operands and the shape of a
-    part.
+    Other concatenations along its axis have the parts of `first`; other values are sliced alike.
+    `shape` is the shape of the whole result; `run` takes the operands and the shape of a part.
     """
     parts, axis = [], first.axis
     for n, (_, start, stop) in enumerate(first.pieces()):
         cut = [
-            x.parts[n] if isinstance(x, Concat) else lineage.slice_along(x, start, stop, axis)
+            x.parts[n]
+            if isinstance(x, Concat) and x.axis == axis
+            else lineage.slice_along(x, start, stop, axis)
             for x in operands
         ]
         parts.append(run(cut, (*shape[:axis], stop - start, *shape[axis + 1 :])))

@@ -10,10 +10,12 @@ from typing import Any
 import jax
 import numpy as np
 from jax import lax
+from jax.extend import core
 
 from ikbo_jax.rewrite.facts.known import known
 from ikbo_jax.rewrite.interpret import Context, shape_of
-from ikbo_jax.rewrite.rules.elementwise import at_user_batch
+from ikbo_jax.rewrite.rules.elementwise import at_user_batch, concat
+from ikbo_jax.rewrite.rules.reshaped_axes import equation, to_shape
 from ikbo_jax.rewrite.values import lineage, staged
 from ikbo_jax.rewrite.values.lineage import Concat, Lazy, Lineage
 from ikbo_jax.rewrite.values.registry import NotCovered
@@ -100,6 +102,65 @@ def gather_of_candidates(ctx: Context, eqn: Any, operand: Lazy, indices: Any) ->
 
     sharding = eqn.outvars[0].aval.sharding
     return staged.over_auto_axes(look_up, sharding)(operand.base, column, indices)
+
+
+def along_whole_axis(ctx: Context, eqn: Any, indices: Any) -> tuple[Any, Any]:
+    """Takes an axis of the operand whole if equal index vectors look all of its elements up.
+
+    So does an index that is broadcast along features: in `take_along_axis`, whose features are a
+    batching dimension, and in `x[index[:, None], arange(width)]`, where a column counts them.
+
+    Returns:
+      The equation and the index vectors without this axis; as they are if there is no such axis.
+    """
+    numbers, sizes = eqn.params["dimension_numbers"], list(eqn.params["slice_sizes"])
+    batched, batching = numbers.operand_batching_dims, numbers.start_indices_batching_dims
+    parts, mapped = columns(indices), numbers.start_index_map
+    shape, rank = eqn.invars[0].aval.shape, len(eqn.outvars[0].aval.shape)
+    removed = (*numbers.collapsed_slice_dims, *batched)
+    out = [d for d in range(rank) if d not in numbers.offset_dims]
+    for dim, size in enumerate(shape_of(indices)[:-1]):
+        kept, axis = parts, -1
+        if dim in batching:
+            axis = batched[list(batching).index(dim)]
+        elif len(parts) == len(mapped) > 1:
+            counts = [n for n, x in enumerate(parts) if _counts_rows(ctx, x, dim)]
+            axis = mapped[counts[0]] if len(counts) == 1 else -1
+            kept = tuple(x for n, x in enumerate(parts) if n not in counts)
+        if (
+            axis not in removed
+            or size == 1
+            or shape[axis] != size
+            or not all(type(x) is Lazy and x.axis != dim and x.base.shape[dim] == 1 for x in kept)
+        ):
+            continue
+        window = sorted([axis, *(a for a in range(len(shape)) if a not in removed)])
+        offset = sorted([out[dim], *numbers.offset_dims])
+        # A slice's dimensions are in the operand's order.
+        if window.index(axis) != offset.index(out[dim]):
+            continue
+        sizes[axis] = size
+        numbers = numbers._replace(
+            offset_dims=tuple(offset),
+            collapsed_slice_dims=tuple(a for a in numbers.collapsed_slice_dims if a != axis),
+            start_index_map=tuple(a for a in mapped if a != axis),
+            operand_batching_dims=tuple(a for a in batched if a != axis),
+            start_indices_batching_dims=tuple(d - (d > dim) for d in batching if d != dim),
+        )
+        of_rows = [_without_dimension(ctx, eqn, x, dim) for x in kept]
+        vectors = of_rows[0] if len(kept) == 1 else concat(of_rows, len(shape_of(of_rows[0])) - 1)
+        invars = [eqn.invars[0], core.Var(eqn.invars[1].aval.update(shape=shape_of(vectors)))]
+        given = {"dimension_numbers": numbers, "slice_sizes": tuple(sizes), **_OF_USERS}
+        return eqn.replace(invars=invars, params={**eqn.params, **given}), vectors
+    return eqn, indices
+
+
+def _without_dimension(ctx: Context, eqn: Any, x: Lazy, dim: int) -> Any:
+    """Removes a dimension along which a value is broadcast."""
+    shape = (*x.shape[:dim], 1, *x.shape[dim + 1 :])
+    params = {"start_indices": (0,) * len(shape), "limit_indices": shape, "strides": None}
+    (first,) = ctx.run_equation(equation(eqn, lax.slice_p, [x], shape, params), [x])
+    return to_shape(ctx, eqn, first, (*shape[:dim], *shape[dim + 1 :]))
 
 
 def scatter(ctx: Context, eqn: Any, x: Any, indices: Any, updates: Any) -> Any:

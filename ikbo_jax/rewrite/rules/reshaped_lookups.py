@@ -9,6 +9,7 @@ from jax.extend import core
 
 from ikbo_jax.rewrite.facts import proofs
 from ikbo_jax.rewrite.interpret import Context, shape_of
+from ikbo_jax.rewrite.rules import positions
 from ikbo_jax.rewrite.rules.reshaped_axes import (
     Axes,
     again,
@@ -165,7 +166,9 @@ def looks_up_by_dimensions(eqn: Any, operand: Any, indices: Any) -> bool:
         return False
     if not is_plain(indices) and not isinstance(indices, Concat):
         return False
-    if isinstance(indices, Concat) and any(map(has_lineage, indices.parts)):
+    if isinstance(indices, Concat) and (
+        any(map(has_lineage, indices.parts)) or Concat in map(type, indices.parts)
+    ):
         return False
     if has_lineage(operand) and operand.axis not in numbers.start_index_map:
         return False
@@ -176,6 +179,10 @@ def looks_up_by_dimensions(eqn: Any, operand: Any, indices: Any) -> bool:
 
 def gather_by_dimensions(ctx: Context, eqn: Any, operand: Any, indices: Any) -> Any:
     """Looks rows up by an index of several dimensions: by the flattened index."""
+    if isinstance(indices, Concat):
+        whole, vectors = positions.along_whole_axis(ctx, eqn, indices)
+        if whole is not eqn:
+            return ctx.run_equation(whole, [operand, vectors])[0]
     numbers, sizes = eqn.params["dimension_numbers"], shape_of(indices)[:-1]
     shape = eqn.outvars[0].aval.shape
     dims = [d for d in range(len(shape)) if d not in numbers.offset_dims]

@@ -22,6 +22,10 @@ from ikbo_jax.rewrite.values.registry import NotCovered
 def gather(ctx: Context, eqn: Any, operand: Any, indices: Any) -> Any:
     """Looks rows up, as a lazy value."""
     numbers = eqn.params["dimension_numbers"]
+    if numbers.operand_batching_dims and not lineage.is_plain(indices):
+        whole, vectors = positions.along_whole_axis(ctx, eqn, indices)
+        if whole is not eqn:
+            return gather(ctx, whole, operand, vectors)
     if reshaped_lookups.looks_up_by_dimensions(eqn, operand, indices):
         return reshaped_lookups.gather_by_dimensions(ctx, eqn, operand, indices)
     if positions.are_looked_up(indices) and (
@@ -31,8 +35,10 @@ def gather(ctx: Context, eqn: Any, operand: Any, indices: Any) -> Any:
     ):
         operand, axis = _rows_of_table(ctx, eqn, operand, indices)
         return positions.gather(ctx, eqn, operand, indices, axis)
-    if isinstance(indices, Concat) and any(map(lineage.has_lineage, indices.parts)):
-        return _gather_by_parts(ctx, eqn, operand, indices)
+    if isinstance(indices, Concat) and (
+        any(map(lineage.has_lineage, indices.parts)) or Concat in map(type, indices.parts)
+    ):
+        return _gather_by_parts(ctx, eqn, operand, indices, eqn.outvars[0].aval.shape)
     if isinstance(operand, Concat):
         return _gather_of_parts(ctx, eqn, operand, indices)
     if lineage.has_lineage(indices):
@@ -213,19 +219,22 @@ def _gather_of_parts(ctx: Context, eqn: Any, operand: Concat, indices: Any) -> A
     return concat(parts, axis)
 
 
-def _gather_by_parts(ctx: Context, eqn: Any, operand: Any, indices: Concat) -> Any:
+def _gather_by_parts(
+    ctx: Context, eqn: Any, operand: Any, indices: Concat, shape: tuple[int, ...]
+) -> Any:
     """Looks up by each part of concatenated ids, and concatenates the results."""
     numbers = eqn.params["dimension_numbers"]
     if indices.axis == len(indices.shape) - 1 or numbers.start_indices_batching_dims:
         raise NotCovered("gather by a concatenation of columns")
     if not lineage.is_plain(operand):
         raise NotCovered("gather by lazy indices in a lazy value")
-    shape = eqn.outvars[0].aval.shape
     axis = [d for d in range(len(shape)) if d not in numbers.offset_dims][indices.axis]
     parts = []
     for part in indices.parts:
         part_shape = (*shape[:axis], part.shape[indices.axis], *shape[axis + 1 :])
-        if isinstance(part, Lazy):
+        if isinstance(part, Concat):
+            parts.append(_gather_by_parts(ctx, eqn, operand, part, part_shape))
+        elif isinstance(part, Lazy):
             parts.append(_gather_by_lazy_indices(ctx, eqn, operand, part, part_shape))
         else:
             parts.append(ctx.bind(eqn, operand, ctx.build(part)))
@@ -301,6 +310,9 @@ def _concat_broadcast(ctx: Context, eqn: Any, operand: Any, shape: Any, dims: An
     for part in operand.parts:
         part_shape = list(shape)
         part_shape[axis] = part.shape[operand.axis]
+        if isinstance(part, Concat):
+            parts.append(_concat_broadcast(ctx, eqn, part, tuple(part_shape), dims))
+            continue
         if lineage.is_plain(part) and part.dtype != np.bool_:
             parts.append(ctx.bind(eqn, part, shape=tuple(part_shape)))
             continue

@@ -186,4 +186,30 @@ def column_of(ctx: Context, indices: Any, column: int) -> tuple[Any, int]:
         moved = name in ("reshape", "broadcast_in_dim")
         if moved and shape_of(operands[0]) == indices.shape[:1]:
             return proofs.selected(ctx, operands[0]), 0
+        vector = _vector_of(ctx, indices, indices.shape[0])
+        return (indices, column) if vector is None else (proofs.selected(ctx, vector), 0)
     return indices, column
+
+
+def _vector_of(ctx: Context, x: Any, batch: int) -> Any:
+    """Returns the vector [batch] of which a value is made that has more dimensions.
+
+    `take_along_axis` counts negative indices from the end when the index is a column, or broadcast
+    along features; `x[index]` before. The equations run on the vector, so that both look up by one
+    lineage. None if there is no such vector.
+    """
+    if shape_of(x) == (batch,):
+        return x
+    if has_lineage(x) or not proofs.is_along_one(x, batch):
+        return None
+    name, eqn, operands = ctx.made_by(x)
+    if name in (*proofs.MOVES, "slice"):
+        return _vector_of(ctx, operands[0], batch)
+    vectors = [_vector_of(ctx, y, batch) if shape_of(y) else y for y in operands]
+    if name not in ("lt", "add", "select_n") or any(y is None for y in vectors):
+        return None
+    invars, outvars = (
+        [core.Var(v.aval.update(shape=(batch,))) if v.aval.shape else v for v in group]
+        for group in (eqn.invars, eqn.outvars)
+    )
+    return ctx.run_equation(eqn.replace(invars=invars, outvars=outvars), vectors)[0]

@@ -9,11 +9,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.extend import core
 
-from ikbo_jax.rewrite.values.jaxprs import inner_programs
+from ikbo_jax.rewrite.values.jaxprs import inner_programs, trace
 from ikbo_jax.rewrite.values.lineage import is_at_least
 
 PRODUCTS = frozenset(["dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general"])
@@ -76,7 +77,7 @@ def split(body: core.Jaxpr, consts: int, length: Any) -> tuple[core.Jaxpr, core.
     """
     if not isinstance(length, int) or length < 2 or not consts:
         return None
-    return _split(body, body.invars[:consts], consts, only_constants=False)
+    return _split(body, consts, None, consts)
 
 
 def split_by_rows(
@@ -88,37 +89,96 @@ def split_by_rows(
     `rows`, each an index or a looked-up row. The rest takes its values after its other arguments.
     None if no product is taken out.
     """
-    inputs = [*body.invars[:consts], *rows]
-    return _split(body, inputs, len(body.invars), only_constants=True)
+    return _split(body, consts, tuple(rows), len(body.invars))
 
 
+@functools.lru_cache(maxsize=16)
 def _split(
-    body: core.Jaxpr, inputs: Sequence[Any], place: int, only_constants: bool
+    body: core.Jaxpr, consts: int, rows: tuple[Any, ...] | None, place: int
 ) -> tuple[core.Jaxpr, core.Jaxpr] | None:
-    """Splits a body into a program of its arguments `inputs`, and the rest.
+    """Splits a body into a program of its first `consts` arguments and of `rows`, and the rest.
 
-    The rest takes the values of the first program at position `place`. `only_constants` says
-    whether equations on constants alone may be taken out.
+    The rest takes the values of the first program at position `place`. With rows, equations on
+    constants alone may be taken out; the rest, too, runs those whose results it reads.
     """
+    inputs = [*body.invars[:consts], *(rows or ())]
     known: set[Any] = {*body.constvars, *inputs}
     candidates: list[core.JaxprEqn] = []
-    for eqn in body.eqns:
-        variables = [v for v in eqn.invars if type(v) is not core.Literal]
-        if (variables or only_constants) and known.issuperset(variables) and not eqn.effects:
-            candidates.append(eqn)
-            known.update(eqn.outvars)
+    concats: dict[Any, core.JaxprEqn] = {}
+    eqns: list[core.JaxprEqn] = []
+    for whole in body.eqns:
+        parts = _by_part(whole, concats, known) if concats else (whole,)
+        eqns += parts
+        for eqn in parts:
+            variables = [v for v in eqn.invars if type(v) is not core.Literal]
+            if (variables or rows is not None) and known.issuperset(variables) and not eqn.effects:
+                candidates.append(eqn)
+                known.update(eqn.outvars)
+            elif eqn.primitive is lax.concatenate_p and not known.isdisjoint(variables):
+                concats[eqn.outvars[0]] = eqn
     hoisted = _worthwhile(candidates)
     if not hoisted:
         return None
     before = [eqn for eqn in candidates if id(eqn) in hoisted]
-    rest = [eqn for eqn in body.eqns if id(eqn) not in hoisted]
+    of_rows = {v for eqn in before for v in eqn.outvars} if rows is None else set(rows)
+    for eqn in before if rows is not None else ():
+        if not of_rows.isdisjoint([v for v in eqn.invars if type(v) is not core.Literal]):
+            of_rows.update(eqn.outvars)
+    rest = [eqn for eqn in eqns if id(eqn) not in hoisted or of_rows.isdisjoint(eqn.outvars)]
     read = {v for eqn in rest for v in eqn.invars if type(v) is not core.Literal}
     read |= {v for v in body.outvars if type(v) is not core.Literal}
-    values = [v for eqn in before for v in eqn.outvars if v in read]
+    values = [v for eqn in before for v in eqn.outvars if v in read and v in of_rows]
     info = body.debug_info._replace(arg_names=None, result_paths=None)
     first = body.replace(eqns=before, invars=list(inputs), outvars=values, debug_info=info)
     invars = [*body.invars[:place], *values, *body.invars[place:]]
     return first, body.replace(eqns=rest, invars=invars, debug_info=info)
+
+
+def _by_part(
+    eqn: core.JaxprEqn, concats: dict[Any, core.JaxprEqn], known: set[Any]
+) -> Sequence[core.JaxprEqn]:
+    """Splits a product of weights and a concatenation, of which a part is known, into products.
+
+    Then the part's product runs before the loop, as the user's for one candidate in each iteration.
+    All other equations are returned as they are.
+    """
+    if eqn.primitive is not lax.dot_general_p:
+        return (eqn,)
+    side = next((n for n, v in enumerate(eqn.invars) if v in concats), None)
+    if side is None or eqn.invars[1 - side] not in known:
+        return (eqn,)
+    concat, weights = concats[eqn.invars[side]], eqn.invars[1 - side]
+    contract, along = eqn.params["dimension_numbers"][0], concat.params["dimension"]
+    aval: Any = eqn.outvars[0].aval
+    dtype = aval.dtype
+    if along not in contract[side] or dtype not in (np.float32, jnp.bfloat16, np.float16):
+        return (eqn,)
+    axis = contract[1 - side][list(contract[side]).index(along)]
+    # The sum is rounded once.
+    params = {**eqn.params, "preferred_element_type": np.dtype(np.float32)}
+
+    def product(weights: Any, *parts: Any) -> list[Any]:
+        products, start = [], 0
+        for part in parts:
+            stop = start + part.shape[along]
+            rows = lax.slice_in_dim(weights, start, stop, axis=axis)
+            operands = (part, rows) if side == 0 else (rows, part)
+            products.append(lax.dot_general(*operands, **params))
+            start = stop
+        return [lax.convert_element_type(functools.reduce(lax.add, products), dtype)]
+
+    inputs = [weights, *concat.invars]
+    program = trace(product, [v.aval for v in inputs])
+    names: dict[Any, Any] = dict(zip(program.invars, inputs, strict=True))
+    names[program.outvars[0]] = eqn.outvars[0]
+    return [
+        x.replace(
+            invars=[v if type(v) is core.Literal else names.get(v, v) for v in x.invars],
+            outvars=[names.get(v, v) for v in x.outvars],
+            source_info=eqn.source_info,
+        )
+        for x in program.eqns
+    ]
 
 
 def _worthwhile(invariant: list[core.JaxprEqn]) -> set[int]:
