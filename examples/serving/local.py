@@ -351,7 +351,10 @@ class Service:
                 raise KeyboardInterrupt
             if found.status == "RUNNING":
                 return
-            if found.status in ("DEPLOY_FAILED", "UNHEALTHY") or time.monotonic() > end:
+            triggers = [one.status_trigger for one in found.deployments.values()]
+            # Ray replaces a replica that has died meanwhile, and then the service runs.
+            is_broken = found.status in ("DEPLOY_FAILED", "UNHEALTHY")
+            if (is_broken and "HEALTH_CHECK_FAILED" not in triggers) or time.monotonic() > end:
                 reasons = [found.message, *(one.message for one in found.deployments.values())]
                 raise RuntimeError(f"the service is {found.status.value}: {' '.join(reasons)}")
             time.sleep(0.1)

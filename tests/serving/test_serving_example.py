@@ -410,31 +410,6 @@ backend default_backend
     ]
 
 
-def test_weights_that_one_replica_refuses_leave_all_replicas_with_the_old_ones(monkeypatch):
-    """A replica may have no memory for weights that the check in another process has read."""
-    monkeypatch.setattr(local, "prepare", list)
-    service = local.Service(Settings(source="tiny", weights="1"))
-    replicas, full = {"a": "1", "b": "1"}, {"b"}
-    deployed: list[str] = []
-
-    def apply(limit_s: float) -> None:
-        deployed.append(service.weights)
-        replicas.update(dict.fromkeys(replicas.keys() - full, service.weights))
-
-    async def metrics(url: str, number: int) -> dict[str, dict[str, str]]:
-        refused = {"a": "", "b": "weights 2: no memory"}
-        return {name: {"refused_weights": refused[name]} for name in list(refused)[:number]}
-
-    monkeypatch.setattr(service, "_check", str)
-    monkeypatch.setattr(service, "_apply", apply)
-    # More than the settings' least number: the service has grown.
-    monkeypatch.setattr(service, "_running", lambda: len(replicas))
-    monkeypatch.setattr(load, "metrics", metrics)
-    with pytest.raises(ValueError, match="weights 2: no memory"):
-        service.deploy("2")
-    assert (deployed, service.weights, set(replicas.values())) == (["2", "1"], "1", {"1"})
-
-
 def test_an_address_at_which_nobody_can_listen_is_one_sentence():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
