@@ -7,6 +7,7 @@ runs; `cpu_cost` counts the kernels that a CPU runs.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -19,6 +20,7 @@ from ikbo_jax.rewrite.report.products import (
     ALONE,
     INLINED,
     LOOKUPS,
+    MANY_PARTS,
     MOVES,
     PARTS,
     RARE,
@@ -41,7 +43,7 @@ _FLOPS_SLACK = (1, 1_000_000)
 #: On a CPU, a program runs that saves this part of the time by the quicker count.
 _CLEAR_PERCENT = 20
 
-_ELEMENTWISE = (explain.WITHOUT_PROGRAMS | SAME) - REDUCTIONS - PARTS - {"concatenate"}
+_ELEMENTWISE = (explain.WITHOUT_PROGRAMS | SAME) - REDUCTIONS - PARTS
 _NONE: frozenset[Any] = frozenset()
 
 
@@ -250,6 +252,8 @@ class _Walk:
             if name not in elementwise:
                 self.count(eqn, name)
                 continue
+            if name == "concatenate" and eqn.invars[MANY_PARTS - 1 :]:
+                self.sums[1] += SELECTED_BYTES * math.prod(eqn.outvars[0].aval.shape)
             read, is_moved = _NONE, name in MOVES
             for v in eqn.invars:
                 if type(v) is core.Literal:
@@ -290,16 +294,14 @@ class _Walk:
             # A part of a value is read alone; a table with fewer rows than are looked up is cached.
             table = self._read_of(eqn.invars[:1])
             if name in LOOKUPS:
-                selected = SELECTED_BYTES * selected_elements(eqn)
-                self.add(0, self.bytes_of(eqn.invars[1:2]) + selected)
+                self.sums[1] += self.bytes_of(eqn.invars[1:2])
+                if name == "gather" or params["how"].axis:
+                    self.sums[1] += SELECTED_BYTES * selected_elements(eqn)
             for v in eqn.outvars:
                 is_table = name in LOOKUPS and lineage.is_at_least(
                     self.bytes_of((v,)), self.bytes_of(table)
                 )
                 self.place(v, table if is_table else frozenset([v]), name in MOVES)
-        elif name == "concatenate":
-            self.add(0, SELECTED_BYTES * selected_elements(eqn))
-            self.place(eqn.outvars[0], self._read_of(eqn.invars), is_moved=True)
         elif params.get("name") not in RARE:
             for v in eqn.outvars:
                 self.place(v, self._read_of(eqn.invars), is_moved=False)

@@ -21,8 +21,8 @@ MOVES = LOOKUPS | {"concatenate", "dynamic_slice", "pad", "stack", "transpose"}
 #: Bytes, read at the rate of device memory, in whose time a GPU selects an element: 0.65 ps.
 #: FiBiNET takes 0.63 ps for each in bfloat16, 0.80 in float32, besides what it reads (H200).
 SELECTED_BYTES = 2
-#: Parts of a concatenation from which on its elements are selected.
-_MANY_PARTS = 8
+#: Parts of a concatenation from which on its elements are selected: it may replace a lookup.
+MANY_PARTS = 8
 #: These do not compute.
 SAME = frozenset(
     """
@@ -80,24 +80,22 @@ def flops_of_product(eqn: core.JaxprEqn) -> int:
 
 
 def selected_elements(eqn: core.JaxprEqn) -> Any:
-    """Counts the elements whose places a kernel computes for each of them; 0 for most equations.
+    """Counts the elements of a lookup whose places a kernel computes for each of them, or none.
 
-    They are those of a lookup of features of every row, as of FiBiNET's pairs of fields, and of a
-    concatenation of many parts, by which a lookup of features may be replaced.
+    They are those of a lookup of features of every row, as of FiBiNET's pairs of fields.
     """
     operand: Any = eqn.invars[0].aval
-    name, shape, axis = eqn.primitive.name, operand.shape, 0
-    if name == "gather":
-        sizes = enumerate(zip(shape, eqn.params["slice_sizes"], strict=True))
-        axis = next((d for d, (size, taken) in sizes if taken != size), 0)
-    elif name == "ikbo_rows":
-        axis = eqn.params["how"].axis
-    if math.prod(shape[:axis]) == 1 and not (
-        name == "concatenate" and len(eqn.invars) >= _MANY_PARTS
-    ):
-        return 0
     result: Any = eqn.outvars[0].aval
-    return math.prod(result.shape)
+    rows, sizes = 1, operand.shape
+    if eqn.primitive.name == "ikbo_rows":
+        taken: Any = (*sizes[: eqn.params["how"].axis], -1)
+    else:
+        taken = eqn.params["slice_sizes"]
+    for size, part in zip(sizes, taken, strict=False):
+        if part != size:
+            return math.prod(result.shape) if rows > 1 else 0
+        rows *= size
+    return 0
 
 
 def is_of_vectors(eqn: core.JaxprEqn) -> bool:
