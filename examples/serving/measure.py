@@ -1,6 +1,5 @@
 """Measures the service: batching against one request at a time, and the start from a warm cache."""
 
-import asyncio
 import collections
 import contextlib
 import dataclasses
@@ -13,6 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
+import uvloop
 
 from examples.serving import load, local, models, plans, records
 from examples.serving.settings import Settings
@@ -123,7 +123,7 @@ def offered(
         def at(rate: float, seed: int = plan.seed) -> dict[str, Any]:
             asked = dataclasses.replace(plan, rate=rate, seed=seed)
             deadline = settings.timeout_ms / 1000
-            figures, told = asyncio.run(
+            figures, told = uvloop.run(
                 load.run(service.url, asked, replicas=settings.replicas[0], deadline_s=deadline)
             )
             kept = figures["statuses"].get("200", 0) == len(told)
@@ -138,7 +138,7 @@ def offered(
             return {**figures, "rate": rate, "kept_up": kept}
 
         # Connections, and the first users.
-        asyncio.run(load.send(service.url, dataclasses.replace(plan, rate=least, seconds=3)))
+        uvloop.run(load.send(service.url, dataclasses.replace(plan, rate=least, seconds=3)))
         yield at
 
 
