@@ -47,7 +47,7 @@ def request(
 def check_runnable(op: str, arrays: Any) -> None:
     """Raises ValueError unless all arrays have values, on the same devices if none is traced.
 
-    A masked array has values of which some do not count.
+    Also raises it for a masked array of NumPy, some of whose values do not count.
     """
     leaves = jax.tree.leaves(arrays)
     for leaf in leaves:

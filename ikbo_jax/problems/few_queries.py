@@ -73,6 +73,11 @@ class UserTable:
     extra: int
 
     @property
+    def packs(self) -> bool:
+        """Whether a warp finds which of the further row slots have rows."""
+        return 0 < self.extra <= MOST_PACKED
+
+    @property
     def lengths(self) -> int:
         """Index of the first word of the users' numbers of keys."""
         return self.users

@@ -27,7 +27,6 @@ from ikbo_jax.problems.few_queries import (
     CACHE_BYTES,
     LEAST_BUNDLES,
     MAX_COLUMNS,
-    MOST_PACKED,
     TIME_UNIT_US,
     FewQueriesConfig,
     head_group,
@@ -201,9 +200,10 @@ def _most_items(problem: Any, config: FewQueriesConfig) -> int:
 
 def _packs_slots(problem: Any, config: FewQueriesConfig) -> bool:
     """Whether row slots without rows come last, by a table of the users; timed without splits."""
-    is_few = _further_slots(problem, config) <= MOST_PACKED and config.splits == 1
-    is_cached = key_bytes(problem)[1] <= CACHE_BYTES
-    return is_few and is_cached and config.wanted_table(problem) is not None
+    if config.splits > 1 or key_bytes(problem)[1] > CACHE_BYTES:
+        return False
+    table = config.wanted_table(problem)
+    return table is not None and table.packs
 
 
 def _spread(problem: Any, config: FewQueriesConfig, tiles: float) -> float:

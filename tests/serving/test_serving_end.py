@@ -8,10 +8,9 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 
 import pytest
-from processes import child_environment, heeding_interrupts, processes_with
+from processes import child_environment, heeding_interrupts, processes_with, until
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 MARK = "IKBO_SERVING_END"
@@ -23,13 +22,6 @@ pytestmark = [pytest.mark.time_limit(300), pytest.mark.slow]
 def commands(mark: str) -> str:
     """The commands of the service's processes."""
     return "\n".join(processes_with(MARK, mark).values())
-
-
-def until(condition: Callable[[], object], limit_s: float = 120) -> bool:
-    end = time.monotonic() + limit_s
-    while not (found := condition()) and time.monotonic() < end:
-        time.sleep(0.05)
-    return bool(found)
 
 
 @pytest.mark.parametrize(
@@ -60,7 +52,8 @@ def test_a_signal_ends_the_service_at_any_moment(tmp_path, number, moment):
                 "Ray starts": lambda: "gcs_server" in commands(mark),
                 "a replica starts": lambda: "ray::ServeReplica" in commands(mark),
                 "serving": lambda: "serving at" in out.read_text(),
-            }[moment]
+            }[moment],
+            120,
         )
         (folder,) = set(re.findall(r"/tmp/ray-\w+", commands(mark)))
         process.send_signal(number)

@@ -12,13 +12,13 @@ import re
 import socket
 import subprocess
 import threading
-import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import pytest
+from processes import until
 
 from examples.serving import local, wire
 from examples.serving.settings import Settings
@@ -128,7 +128,7 @@ class Front:
         command = [values["BINARY_PATH"], "-db", "-f", values["CONFIG_FILE_LOC"]]
         with (folder / "errors").open("wb") as errors:
             self.process = subprocess.Popen(command, stdout=errors, stderr=errors)
-        until(pathlib.Path(values["SOCKET_PATH"]).exists)
+        assert until(pathlib.Path(values["SOCKET_PATH"]).exists, 20)
 
     def end(self) -> None:
         self.process.kill()
@@ -154,15 +154,8 @@ class Front:
         """Requests that a replica does not answer."""
         replica.does = "hold"
         asked = [self.threads.submit(self.ask, client, user) for client, user in clients]
-        until(lambda: len(replica.held) == len(asked))
+        assert until(lambda: len(replica.held) == len(asked), 20)
         return asked
-
-
-def until(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.01)
 
 
 @pytest.fixture

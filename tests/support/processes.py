@@ -7,7 +7,8 @@ import os
 import pathlib
 import subprocess
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -42,6 +43,14 @@ def child_environment(
     paths = [*map(str, folders), *filter(None, [os.environ.get("PYTHONPATH")])]
     kept = {k: v for k, v in os.environ.items() if without is None or not k.startswith(without)}
     return kept | {"PYTHONPATH": os.pathsep.join(paths)} | variables
+
+
+def until(condition: Callable[[], object], limit_s: float) -> bool:
+    """Waits for a condition; returns whether it came true within the limit."""
+    end = time.monotonic() + limit_s
+    while not (found := condition()) and time.monotonic() < end:
+        time.sleep(0.01)
+    return bool(found)
 
 
 def processes_with(variable: str, value: str) -> dict[int, str]:

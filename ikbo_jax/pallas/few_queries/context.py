@@ -12,7 +12,7 @@ from ikbo_jax.pallas.flash.context import AttentionShape
 from ikbo_jax.pallas.hopper.launch import WarpgroupContext
 from ikbo_jax.pallas.hopper.rings import Ring
 from ikbo_jax.pallas.hopper.visible import Visible
-from ikbo_jax.problems.few_queries import MAX_COLUMNS, MOST_PACKED, UserTable
+from ikbo_jax.problems.few_queries import MAX_COLUMNS, UserTable
 from ikbo_jax.problems.hopper import BLOCK_K, WGMMA_M, OwnStages, column_blocks
 
 #: How the consumers of a CTA share an item: one consumer computes it; each takes every other block
@@ -81,8 +81,7 @@ class Shape(AttentionShape):
     @property
     def packs_slots(self) -> bool:
         """Whether further slots without rows come last: see `user_table.packed_slot`."""
-        has_table = self.table is not None and 0 < self.table.extra <= MOST_PACKED
-        return has_table and not self.alternates
+        return self.table is not None and self.table.packs and not self.alternates
 
     @property
     def bundles(self) -> int:

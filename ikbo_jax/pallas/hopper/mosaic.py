@@ -54,8 +54,8 @@ def kernel(body: Callable[..., None], **options: Any) -> Callable[..., Any]:
     With it, Python integers would become int64, which neither the kernels nor Mosaic GPU accept.
 
     XLA does not look through the barriers. Without them, a kernel would read a slice of an array in
-    place, and write into one, wherever it begins; Mosaic GPU's launch then raises INVALID_ARGUMENT
-    if an address is no multiple of 256 bytes, as that of `cand_to_user[1:1025]` is not.
+    place, and write into one, wherever it begins. Mosaic GPU's launch raises INVALID_ARGUMENT for
+    an address that is not a multiple of 256 bytes, such as that of `cand_to_user[1:1025]`.
     """
     launch = plgpu.kernel(body, **options)
 
