@@ -20,13 +20,14 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, vector
 
-from ikbo_jax.pallas.hopper import inline, mosaic
+from ikbo_jax.pallas.hopper import inline, mosaic, warps
 from ikbo_jax.pallas.hopper.inline import Integer
 from ikbo_jax.pallas.hopper.warps import ballot
 from ikbo_jax.problems.hopper import WARPGROUP_SIZE
 
 LAYOUT = plgpu.Layout.WG_STRIDED((WARPGROUP_SIZE,), vec_size=1)
 INT32 = plgpu.ShapeDtypeStruct((WARPGROUP_SIZE,), jnp.int32, layout=LAYOUT)
+INTEGER = plgpu.ShapeDtypeStruct((), jnp.int32, layout=plgpu.Layout.WG_SPLAT(()))
 FLOAT32 = plgpu.ShapeDtypeStruct((WARPGROUP_SIZE,), jnp.float32, layout=LAYOUT)
 #: Warps of a warpgroup, and threads of a warp.
 WARPS, LANES = 4, 32
@@ -147,7 +148,7 @@ def any_of_warp(values: jax.Array, *, layout: Any = LAYOUT) -> jax.Array:
 
     @inline.code(
         inline.Typed(values.astype(jnp.int32), layout),
-        returns=plgpu.ShapeDtypeStruct((), jnp.int32, layout=plgpu.Layout.WG_SPLAT(())),
+        returns=INTEGER,
     )
     def votes(values: mgpu.FragmentedArray) -> Integer:
         zero = inline.i32(0)
@@ -329,13 +330,11 @@ class Threads:
         found = [_scan_warp(x, neutral) for x in values]
         _keep_totals([total for _, total in found], scratch, at, self)
         self.commit()
-        warp, results = lax.div(self.number(), same(LANES)), []
-        for i, (before, _) in enumerate(found):
-            for other in range(self.warps - 1):
-                part = self.read(scratch, same(at + i * self.warps + other))
-                before = combine(before, jnp.where(warp > other, part, neutral))
-            results.append(before)
-        return results
+        warp, lane = divided(self.number(), LANES)
+        return [
+            combine(before, _of_warps(scratch, at + i * self.warps, lane, warp, neutral))
+            for i, (before, _) in enumerate(found)
+        ]
 
     def largest(self, values: jax.Array, scratch: Any, at: int = 0) -> jax.Array:
         """Finds the largest value, a scalar; synchronises like `sums_before`."""
@@ -348,11 +347,10 @@ class Threads:
     def _total(self, values: jax.Array, scratch: Any, at: int, neutral: int) -> jax.Array:
         if mosaic.is_interpreted():
             return jnp.max(values) if neutral else jnp.sum(values, dtype=jnp.int32)
-        _keep_totals([_scan_warp(values, neutral)[1]], scratch, at, self)
+        _keep_totals([_of_lanes(values, neutral)], scratch, at, self)
         self.commit()
-        return functools.reduce(
-            jnp.maximum if neutral else jnp.add, [scratch[at + i] for i in range(self.warps)]
-        )
+        lane = lax.rem(self.number(), same(LANES))
+        return _of_warps(scratch, at, lane, self.warps, neutral, INTEGER)
 
 
 def sums_by_warp(values: Sequence[jax.Array], scratch: Any) -> None:
@@ -360,7 +358,7 @@ def sums_by_warp(values: Sequence[jax.Array], scratch: Any) -> None:
 
     `scratch` is shared memory. The warpgroup's threads see the sums after `commit_smem`.
     """
-    _keep_totals([_scan_warp(x, 0)[1] for x in values], scratch, 0, Threads(1, 0))
+    _keep_totals([_of_lanes(x, 0) for x in values], scratch, 0, Threads(1, 0))
 
 
 def _keep_totals(totals: Sequence[jax.Array], scratch: Any, at: int, threads: Threads) -> None:
@@ -370,6 +368,27 @@ def _keep_totals(totals: Sequence[jax.Array], scratch: Any, at: int, threads: Th
     for i, total in enumerate(totals):
         where = warp + (at + i * threads.warps)
         scatter(scratch, where, total, is_first)
+
+
+def _of_lanes(values: jax.Array, neutral: int, kind: Any = INT32) -> jax.Array:
+    """Adds the values of a warp's lanes; the largest, if `neutral` is not 0."""
+
+    @inline.code(values, returns=kind)
+    def found(values: mgpu.FragmentedArray) -> Any:
+        own = scalar(values)
+        result = warps.reduced(own, "max") if neutral else warps.total(own)
+        return array(result, values) if kind is INT32 else result
+
+    return found
+
+
+def _of_warps(
+    scratch: Any, at: int, lane: jax.Array, count: Any, neutral: int, kind: Any = INT32
+) -> jax.Array:
+    """Combines the numbers that the first `count` warps stored; each lane reads one."""
+    place = jnp.minimum(lane, scratch.shape[0] - 1 - at) + at
+    part = gather(scratch, place, "shared")
+    return _of_lanes(jnp.where(lane < count, part, neutral), neutral, kind)
 
 
 def _scan_warp(values: jax.Array, neutral: int) -> tuple[jax.Array, jax.Array]:
