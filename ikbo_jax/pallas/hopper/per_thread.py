@@ -22,22 +22,21 @@ from jaxlib.mlir.dialects import arith, vector
 
 from ikbo_jax.pallas.hopper import inline, mosaic, warps
 from ikbo_jax.pallas.hopper.inline import Integer
-from ikbo_jax.pallas.hopper.warps import ballot
+from ikbo_jax.pallas.hopper.warps import LANES, LEAST, ballot
 from ikbo_jax.problems.hopper import WARPGROUP_SIZE
 
 LAYOUT = plgpu.Layout.WG_STRIDED((WARPGROUP_SIZE,), vec_size=1)
 INT32 = plgpu.ShapeDtypeStruct((WARPGROUP_SIZE,), jnp.int32, layout=LAYOUT)
 INTEGER = plgpu.ShapeDtypeStruct((), jnp.int32, layout=plgpu.Layout.WG_SPLAT(()))
 FLOAT32 = plgpu.ShapeDtypeStruct((WARPGROUP_SIZE,), jnp.float32, layout=LAYOUT)
-#: Warps of a warpgroup, and threads of a warp.
-WARPS, LANES = 4, 32
+#: Warps of a warpgroup.
+WARPS = 4
 #: Words of 32 bits of the widest access of a thread.
 VECTOR = 4
 #: Numbers of one turn of a loop, whose loads overlap.
 UNROLL = 8
 #: Named barrier of all threads of a CTA; lower numbers are the warpgroups' own.
 _CTA_BARRIER = 8
-_LEAST = -(2**31)
 
 
 def number() -> jax.Array:
@@ -316,7 +315,7 @@ class Threads:
         self, values: Sequence[jax.Array], scratch: Any, at: int = 0
     ) -> list[jax.Array]:
         """Like `sums_before`, the largest values; -2^31 before the first thread."""
-        return self._scan(values, scratch, at, _LEAST)
+        return self._scan(values, scratch, at, LEAST)
 
     def _scan(
         self, values: Sequence[jax.Array], scratch: Any, at: int, neutral: int
@@ -330,15 +329,15 @@ class Threads:
         found = [_scan_warp(x, neutral) for x in values]
         _keep_totals([total for _, total in found], scratch, at, self)
         self.commit()
-        warp, lane = divided(self.number(), LANES)
+        warp = lax.div(self.number(), same(LANES))
         return [
-            combine(before, _of_warps(scratch, at + i * self.warps, lane, warp, neutral))
+            combine(before, self._of_warps(scratch, at + i * self.warps, warp, neutral))
             for i, (before, _) in enumerate(found)
         ]
 
     def largest(self, values: jax.Array, scratch: Any, at: int = 0) -> jax.Array:
         """Finds the largest value, a scalar; synchronises like `sums_before`."""
-        return self._total(values, scratch, at, _LEAST)
+        return self._total(values, scratch, at, LEAST)
 
     def total(self, values: jax.Array, scratch: Any, at: int = 0) -> jax.Array:
         """Adds the values to a scalar; synchronises like `sums_before`."""
@@ -349,8 +348,15 @@ class Threads:
             return jnp.max(values) if neutral else jnp.sum(values, dtype=jnp.int32)
         _keep_totals([_of_lanes(values, neutral)], scratch, at, self)
         self.commit()
+        return self._of_warps(scratch, at, self.warps, neutral, INTEGER)
+
+    def _of_warps(
+        self, scratch: Any, at: int, count: Any, neutral: int, kind: Any = INT32
+    ) -> jax.Array:
+        """Combines the numbers that the first `count` warps stored; each lane reads one."""
         lane = lax.rem(self.number(), same(LANES))
-        return _of_warps(scratch, at, lane, self.warps, neutral, INTEGER)
+        part = self.read(scratch, jnp.minimum(lane, self.warps - 1) + at)
+        return _of_lanes(jnp.where(lane < count, part, neutral), neutral, kind)
 
 
 def sums_by_warp(values: Sequence[jax.Array], scratch: Any) -> None:
@@ -382,32 +388,13 @@ def _of_lanes(values: jax.Array, neutral: int, kind: Any = INT32) -> jax.Array:
     return found
 
 
-def _of_warps(
-    scratch: Any, at: int, lane: jax.Array, count: Any, neutral: int, kind: Any = INT32
-) -> jax.Array:
-    """Combines the numbers that the first `count` warps stored; each lane reads one."""
-    place = jnp.minimum(lane, scratch.shape[0] - 1 - at) + at
-    part = gather(scratch, place, "shared")
-    return _of_lanes(jnp.where(lane < count, part, neutral), neutral, kind)
-
-
 def _scan_warp(values: jax.Array, neutral: int) -> tuple[jax.Array, jax.Array]:
     """Adds values of lower lanes, and of all lanes; the largest, if `neutral` is not 0."""
 
-    @inline.code(values, number(), returns=(INT32, INT32))
-    def totals(
-        values: mgpu.FragmentedArray, thread: mgpu.FragmentedArray
-    ) -> tuple[mgpu.FragmentedArray, mgpu.FragmentedArray]:
-        combine = arith.maxsi if neutral else arith.addi
-        zero, nothing = inline.i32(0), inline.i32(neutral)
-        before: ir.Value = nothing
-        total: ir.Value = scalar(values)
-        for step in range(LANES.bit_length() - 1):
-            # `total` is of 2^step lanes; the other half of their group has the rest.
-            other = mgpu.utils.shfl_bfly(total, 1 << step)
-            is_upper = (scalar(thread) & (1 << step)).differs(zero)
-            before = combine(before, is_upper.select(other, nothing))
-            total = combine(total, other)
+    @inline.code(values, returns=(INT32, INT32))
+    def totals(values: mgpu.FragmentedArray) -> tuple[mgpu.FragmentedArray, mgpu.FragmentedArray]:
+        own = scalar(values)
+        before, total = warps.maxima(own) if neutral else warps.sums(own)
         return array(before, values), array(total, values)
 
     return totals

@@ -186,7 +186,7 @@ def position_tiles(ctx: SegmentContext, longest: jax.Array) -> Totals:
     threads.commit()
     bin_, tiles = (threads.read(x, number) for x in (shared.own_bins, shared.own_tiles))
     before = _bin_before(ctx, bins, bin_, part, parts) + _own_before(ctx, number, bin_, part)
-    threads.keep(shared.own_before, threads.number(), before, threads.number() >= 0)
+    threads.add(shared.own_firsts, number, before, before > 0)
     values = [jnp.where(is_first, tiles, 0)]
     if shape.has_rest:
         values.append(jnp.where(is_first, threads.read(shared.rest_ends, number), 0))
@@ -205,9 +205,7 @@ def position_tiles(ctx: SegmentContext, longest: jax.Array) -> Totals:
         threads.keep(ref, number, x + value, is_first)
     threads.commit()
     first = threads.read(shared.bins, bin_ * bins.copies)
-    for i in range(parts):
-        first = first + threads.read(shared.own_before, number + i * own)
-    threads.keep(shared.own_firsts, number, first, is_first)
+    threads.add(shared.own_firsts, number, first, is_first)
     return _totals(ctx, bins, rest)
 
 

@@ -145,8 +145,8 @@ def load(ctx: SegmentContext, further: Sequence[tuple[Any, ...]] = ()) -> None:
 
             @pl.when(turn == 0)
             def _() -> None:  # while the loads are in flight
-                clear(threads, shared.bins)
-                clear(threads, shared.bins_before)
+                for ref in (shared.bins, shared.bins_before, shared.own_firsts):
+                    clear(threads, ref)
 
         for i, (source, target, at, largest) in enumerate(copies):
             for x, value in zip(places, found[i * len(places) :], strict=False):

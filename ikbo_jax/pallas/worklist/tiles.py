@@ -91,13 +91,16 @@ def _list_parts(ctx: SegmentContext, array: Any, ends: Any, describe: Any) -> No
     @pl.loop(0, (count + (threads.count - 1)) // threads.count)
     def _(turn: Any) -> None:
         tile = turn * threads.count + thread
-        # Segments whose tiles all come before this one.
-        number = count_at_most(lambda x: threads.read(ends, x), own - 1, tile, same(0))
-        begin = threads.read(ends, jnp.maximum(number - 1, 0))
-        place = tile - jnp.where(number > 0, begin, 0)
-        found = ctx.segment(ctx.worker * own + number)
-        position, words = describe(number, found, place)
-        store_words(ctx, array, position, words, tile < count)
+
+        @pl.when(per_thread.any_of_warp(tile < count))
+        def _() -> None:
+            # Segments whose tiles all come before this one.
+            number = count_at_most(lambda x: threads.read(ends, x), own - 1, tile, same(0))
+            begin = threads.read(ends, jnp.maximum(number - 1, 0))
+            place = tile - jnp.where(number > 0, begin, 0)
+            found = ctx.segment(ctx.worker * own + number)
+            position, words = describe(number, found, place)
+            store_words(ctx, array, position, words, tile < count)
 
 
 def list_tiles(
@@ -162,10 +165,10 @@ def shared_words(shapes: tuple[Shape, ...], arrays: Arrays, own: int, exchanged:
 
     What the lists of a gradient's tiles, or of masked tiles, have besides is None here.
     """
-    queries, threads = shapes[0], shapes[0].warpgroups * WARPGROUP_SIZE
+    queries, warps = shapes[0], shapes[0].warpgroups * per_thread.WARPS
     each = memory.Words((own,))
     return memory.shared(
-        parts=memory.Words((exchanged * (threads // 32),)),  # exchanged between warps
+        parts=memory.Words((exchanged * warps,)),  # exchanged between warps
         # Running maxima.
         q_offsets=None if queries.is_broadcast else memory.Words((queries.segments + 1,)),
         kv_offsets=memory.Words((arrays.cu_seqlens_kv.shape[0] + 2 * queries.kv_first,)),
@@ -175,8 +178,7 @@ def shared_words(shapes: tuple[Shape, ...], arrays: Arrays, own: int, exchanged:
         bins_before=memory.Words((max(map(positions.words, shapes)),)),  # of CTAs before
         own_bins=each,  # of the CTA's segments; the order of bins is the list's
         own_tiles=each,  # numbers of tiles of the CTA's segments
-        own_before=memory.Words((threads,)),  # parts of the tiles before a segment's in its bin
-        own_firsts=each,  # positions of the first tiles of the CTA's segments
+        own_firsts=each,  # sums: positions of the first tiles of the CTA's segments
         own_ends=each,  # tiles of the CTA's segments up to and with each
         rest_ends=each if any(x.has_rest for x in shapes) else None,  # of second parts
         begins=None,  # [keys + 1]: ranges of lower numbers of keys
