@@ -64,14 +64,15 @@ def vote(d: Decoder, ins: Instruction, found: re.Match[str]) -> Run:
     return aligned("vote", run)
 
 
-def reduction(d: Decoder, ins: Instruction, _: re.Match[str]) -> Run:
-    """The sum of a register over all lanes."""
+def reduction(d: Decoder, ins: Instruction, found: re.Match[str]) -> Run:
+    """The sum of a register over all lanes, or the largest signed value."""
     target, x, _ = ins.operands
-    source = d.source(x, U32)
+    source, is_largest = d.source(x, U32), found["kind"] == "max"
 
     def run(warp: Warp, mask: Any) -> None:
-        total = int(warp.r[source].astype(np.uint64).sum()) % 2**32
-        put(warp, mask, target, ptx.splat(total, U32))
+        values = warp.r[source]
+        result = values.view(np.int32).max() if is_largest else values.astype(np.uint64).sum()
+        put(warp, mask, target, ptx.splat(int(result) % 2**32, U32))
 
     return aligned("redux", run)
 
@@ -223,7 +224,7 @@ TABLE: Table = [
     (r"elect\.sync", elect),
     (r"bar\.warp\.sync", warp_barrier),
     (r"vote\.sync\.(?P<mode>ballot|any|all)\.(?:b32|pred)", vote),
-    (r"redux\.sync\.add\.s32", reduction),
+    (r"redux\.sync\.(?P<kind>add|max)\.s32", reduction),
     (
         r"(?P<op>ld|st)(?:\.(?:volatile|relaxed|acquire|release|weak))?(?:\.gpu|\.sys|\.cta)?"
         r"\.(?P<space>shared|global|param)(?:::\w+)?(?:\.nc|\.cs)?(?:\.L1::\w+)?"

@@ -20,23 +20,23 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, vector
 
-from ikbo_jax.pallas.hopper import inline, mosaic
+from ikbo_jax.pallas.hopper import inline, mosaic, warps
 from ikbo_jax.pallas.hopper.inline import Integer
-from ikbo_jax.pallas.hopper.warps import ballot
+from ikbo_jax.pallas.hopper.warps import LANES, LEAST, ballot
 from ikbo_jax.problems.hopper import WARPGROUP_SIZE
 
 LAYOUT = plgpu.Layout.WG_STRIDED((WARPGROUP_SIZE,), vec_size=1)
 INT32 = plgpu.ShapeDtypeStruct((WARPGROUP_SIZE,), jnp.int32, layout=LAYOUT)
+INTEGER = plgpu.ShapeDtypeStruct((), jnp.int32, layout=plgpu.Layout.WG_SPLAT(()))
 FLOAT32 = plgpu.ShapeDtypeStruct((WARPGROUP_SIZE,), jnp.float32, layout=LAYOUT)
-#: Warps of a warpgroup, and threads of a warp.
-WARPS, LANES = 4, 32
+#: Warps of a warpgroup.
+WARPS = 4
 #: Words of 32 bits of the widest access of a thread.
 VECTOR = 4
 #: Numbers of one turn of a loop, whose loads overlap.
 UNROLL = 8
 #: Named barrier of all threads of a CTA; lower numbers are the warpgroups' own.
 _CTA_BARRIER = 8
-_LEAST = -(2**31)
 
 
 def number() -> jax.Array:
@@ -147,7 +147,7 @@ def any_of_warp(values: jax.Array, *, layout: Any = LAYOUT) -> jax.Array:
 
     @inline.code(
         inline.Typed(values.astype(jnp.int32), layout),
-        returns=plgpu.ShapeDtypeStruct((), jnp.int32, layout=plgpu.Layout.WG_SPLAT(())),
+        returns=INTEGER,
     )
     def votes(values: mgpu.FragmentedArray) -> Integer:
         zero = inline.i32(0)
@@ -315,7 +315,7 @@ class Threads:
         self, values: Sequence[jax.Array], scratch: Any, at: int = 0
     ) -> list[jax.Array]:
         """Like `sums_before`, the largest values; -2^31 before the first thread."""
-        return self._scan(values, scratch, at, _LEAST)
+        return self._scan(values, scratch, at, LEAST)
 
     def _scan(
         self, values: Sequence[jax.Array], scratch: Any, at: int, neutral: int
@@ -329,17 +329,15 @@ class Threads:
         found = [_scan_warp(x, neutral) for x in values]
         _keep_totals([total for _, total in found], scratch, at, self)
         self.commit()
-        warp, results = lax.div(self.number(), same(LANES)), []
-        for i, (before, _) in enumerate(found):
-            for other in range(self.warps - 1):
-                part = self.read(scratch, same(at + i * self.warps + other))
-                before = combine(before, jnp.where(warp > other, part, neutral))
-            results.append(before)
-        return results
+        warp = lax.div(self.number(), same(LANES))
+        return [
+            combine(before, self._of_warps(scratch, at + i * self.warps, warp, neutral))
+            for i, (before, _) in enumerate(found)
+        ]
 
     def largest(self, values: jax.Array, scratch: Any, at: int = 0) -> jax.Array:
         """Finds the largest value, a scalar; synchronises like `sums_before`."""
-        return self._total(values, scratch, at, _LEAST)
+        return self._total(values, scratch, at, LEAST)
 
     def total(self, values: jax.Array, scratch: Any, at: int = 0) -> jax.Array:
         """Adds the values to a scalar; synchronises like `sums_before`."""
@@ -348,11 +346,17 @@ class Threads:
     def _total(self, values: jax.Array, scratch: Any, at: int, neutral: int) -> jax.Array:
         if mosaic.is_interpreted():
             return jnp.max(values) if neutral else jnp.sum(values, dtype=jnp.int32)
-        _keep_totals([_scan_warp(values, neutral)[1]], scratch, at, self)
+        _keep_totals([_of_lanes(values, neutral)], scratch, at, self)
         self.commit()
-        return functools.reduce(
-            jnp.maximum if neutral else jnp.add, [scratch[at + i] for i in range(self.warps)]
-        )
+        return self._of_warps(scratch, at, self.warps, neutral, INTEGER)
+
+    def _of_warps(
+        self, scratch: Any, at: int, count: Any, neutral: int, kind: Any = INT32
+    ) -> jax.Array:
+        """Combines the numbers that the first `count` warps stored; each lane reads one."""
+        lane = lax.rem(self.number(), same(LANES))
+        part = self.read(scratch, jnp.minimum(lane, self.warps - 1) + at)
+        return _of_lanes(jnp.where(lane < count, part, neutral), neutral, kind)
 
 
 def sums_by_warp(values: Sequence[jax.Array], scratch: Any) -> None:
@@ -360,7 +364,7 @@ def sums_by_warp(values: Sequence[jax.Array], scratch: Any) -> None:
 
     `scratch` is shared memory. The warpgroup's threads see the sums after `commit_smem`.
     """
-    _keep_totals([_scan_warp(x, 0)[1] for x in values], scratch, 0, Threads(1, 0))
+    _keep_totals([_of_lanes(x, 0) for x in values], scratch, 0, Threads(1, 0))
 
 
 def _keep_totals(totals: Sequence[jax.Array], scratch: Any, at: int, threads: Threads) -> None:
@@ -372,23 +376,25 @@ def _keep_totals(totals: Sequence[jax.Array], scratch: Any, at: int, threads: Th
         scatter(scratch, where, total, is_first)
 
 
+def _of_lanes(values: jax.Array, neutral: int, kind: Any = INT32) -> jax.Array:
+    """Adds the values of a warp's lanes; the largest, if `neutral` is not 0."""
+
+    @inline.code(values, returns=kind)
+    def found(values: mgpu.FragmentedArray) -> Any:
+        own = scalar(values)
+        result = warps.reduced(own, "max") if neutral else warps.total(own)
+        return array(result, values) if kind is INT32 else result
+
+    return found
+
+
 def _scan_warp(values: jax.Array, neutral: int) -> tuple[jax.Array, jax.Array]:
     """Adds values of lower lanes, and of all lanes; the largest, if `neutral` is not 0."""
 
-    @inline.code(values, number(), returns=(INT32, INT32))
-    def totals(
-        values: mgpu.FragmentedArray, thread: mgpu.FragmentedArray
-    ) -> tuple[mgpu.FragmentedArray, mgpu.FragmentedArray]:
-        combine = arith.maxsi if neutral else arith.addi
-        zero, nothing = inline.i32(0), inline.i32(neutral)
-        before: ir.Value = nothing
-        total: ir.Value = scalar(values)
-        for step in range(LANES.bit_length() - 1):
-            # `total` is of 2^step lanes; the other half of their group has the rest.
-            other = mgpu.utils.shfl_bfly(total, 1 << step)
-            is_upper = (scalar(thread) & (1 << step)).differs(zero)
-            before = combine(before, is_upper.select(other, nothing))
-            total = combine(total, other)
+    @inline.code(values, returns=(INT32, INT32))
+    def totals(values: mgpu.FragmentedArray) -> tuple[mgpu.FragmentedArray, mgpu.FragmentedArray]:
+        own = scalar(values)
+        before, total = warps.maxima(own) if neutral else warps.sums(own)
         return array(before, values), array(total, values)
 
     return totals

@@ -9,6 +9,8 @@ from ikbo_jax.pallas.hopper import inline
 from ikbo_jax.pallas.hopper.inline import Integer
 
 LANES = 32
+#: The least integer of 32 bits.
+LEAST = -(2**31)
 
 
 def lane() -> Integer:
@@ -87,16 +89,27 @@ def _of_lanes(ptx: str, x: ir.Value) -> Integer:
 
 def sums(x: Integer) -> tuple[Integer, Integer]:
     """Computes (sum of lower lanes' values, sum of all lanes' values)."""
-    total = x
+    total = _up_to(x, "add", 0)
+    return total - x, from_lane(total, LANES - 1)
+
+
+def maxima(x: Integer) -> tuple[Integer, Integer]:
+    """Finds (largest of lower lanes' values, or `LEAST`; largest of all lanes' signed values)."""
+    most = _up_to(x, "max", LEAST)
+    return lane().equals(0).select(LEAST, from_below(most)), from_lane(most, LANES - 1)
+
+
+def _up_to(x: Integer, operation: str, neutral: int) -> Integer:
+    """Combines the values of the lanes up to this one."""
     for distance in (1, 2, 4, 8, 16):
-        total = inline.issue_word(
+        x = inline.issue_word(
             "{ .reg .pred p; .reg .b32 y; "
             f"shfl.sync.up.b32 y|p, $1, {distance}, 0, 0xffffffff; "
-            "@!p mov.b32 y, 0; add.s32 $0, y, $1; }",
-            total,
+            f"@!p mov.b32 y, {neutral}; {operation}.s32 $0, y, $1; }}",
+            x,
             convergent=True,
         )
-    return total - x, from_lane(total, LANES - 1)
+    return x
 
 
 def transposed(words: Sequence[ir.Value], number: Integer) -> list[ir.Value]:

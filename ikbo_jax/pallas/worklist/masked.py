@@ -32,6 +32,9 @@ from ikbo_jax.problems import memory
 from ikbo_jax.problems.attention_tile_cost import MOST_LISTED_WORDS
 from ikbo_jax.reference.hstu import Rule, Sequence
 
+#: Segments that are few: the search in their tiles has no places past the end.
+MOST_PADDED = 1023
+
 # The launch
 
 
@@ -85,8 +88,9 @@ class MaskedContext(SegmentContext):
     def segment(self, index: jax.Array) -> Any:
         """Describes the tiles with these numbers; tiles past the last one are empty."""
         shape, shared, read = self.shape, self.shared, self.threads.read
-        number = count_at_most(lambda x: read(shared.tile_ends, x), shape.parts, index, same(0))
-        begin = jnp.where(number > 0, read(shared.tile_ends, jnp.maximum(number - 1, 0)), 0)
+        ends = shared.tile_ends
+        number = count_at_most(lambda x: read(ends, x), ends.shape[0], index, same(0))
+        begin = jnp.where(number > 0, read(ends, jnp.maximum(number - 1, 0)), 0)
         exists, number = number < shape.parts, jnp.minimum(number, shape.parts - 1)
         done = (index - begin) * shape.size
         segments = shape.of_sequences.segments
@@ -142,9 +146,10 @@ def list_masked_tiles(ctx: MaskedContext) -> None:
         return counts
 
     def store(place: jax.Array, before: Any, count: Any) -> None:
-        threads.keep(shared.tile_ends, place, before[0] + count[0], place < shape.parts)
+        threads.keep(shared.tile_ends, place, before[0] + count[0], place < ends)
 
-    running_sums(threads, shape.parts, tiles, store, shared.parts, 3 * threads.warps)
+    ends = shared.tile_ends.shape[0]
+    running_sums(threads, ends, tiles, store, shared.parts, 3 * threads.warps)
     threads.commit()
 
     def words(index: jax.Array, found: Tile, _: jax.Array) -> tuple[jax.Array, ...]:
@@ -155,6 +160,11 @@ def list_masked_tiles(ctx: MaskedContext) -> None:
 
 
 # Host side
+
+
+def _ends(parts: int) -> int:
+    """Returns how many numbers of tiles few segments have: a power of 2, less 1, to search in."""
+    return min((1 << parts.bit_length()) - 1, max(parts, MOST_PADDED))
 
 
 def masked_tiles(
@@ -178,7 +188,7 @@ def masked_tiles(
     shared = shared_words((shape,), operands, own, 9)._replace(
         q_offsets=None if shape.is_broadcast else memory.Words((shape.sequences + 3,)),
         kv_numbers=None if operands.q_to_kv is None else memory.Words((shape.sequences + 2,)),
-        tile_ends=memory.Words((shape.parts,)),
+        tile_ends=memory.Words((_ends(shape.parts),)),
         **{
             name: None if x is None else memory.Words((shape.sequences,))
             for name, x in (("targets", operands.num_targets), ("contextual", operands.contextual))

@@ -6,8 +6,8 @@ holds the tiles of a group's segments with equally many blocks. A segment's firs
 the tiles of bins before, of its bin's segments of CTAs before, and of those of its own CTA that
 precede it.
 
-The CTA adds the tiles of the segments before its own to the bins and reads the bins of its own;
-then it adds all others, and the running sums of the bins give the first of the three.
+Every CTA describes all segments once: it adds their tiles to the bins, whose running sums give the
+first of the three, and the tiles of segments before its own to other bins, which hold the second.
 """
 
 from typing import Any, NamedTuple
@@ -17,14 +17,13 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from ikbo_jax.pallas.hopper.per_thread import Threads, cdiv, same
+from ikbo_jax.pallas.hopper.per_thread import Threads, cdiv, divided, same
 from ikbo_jax.pallas.worklist.scan import padded, sum_up
 from ikbo_jax.pallas.worklist.segments import Segment, SegmentContext, Shape
-from ikbo_jax.problems.hopper import WARPGROUP_SIZE
 
-#: Most bins: 15 words of a thread. If there are more ranks, neighbouring ranks share a bin; the
+#: Most bins: 7 words of a thread. If there are more ranks, neighbouring ranks share a bin; the
 #: order of tiles only affects speed.
-MOST_BINS = 15 * 512 - 1
+MOST_BINS = 7 * 512 - 1
 #: Up to this number of words, bins have copies, for different lanes: additions to one word by lanes
 #: of a warp take place one after another, and short sequences all have one block.
 COPIED = 2048
@@ -72,14 +71,11 @@ class Totals(NamedTuple):
     rest: Any  # tiles of all second parts
 
 
-def own_segments(ctx: SegmentContext) -> tuple[jax.Array, Any, int]:
+def own_segments(ctx: SegmentContext) -> tuple[jax.Array, jax.Array, int]:
     """Returns (a thread's segment in its CTA, the thread's part of the work on it, all parts)."""
-    own = ctx.shared.own_bins.shape[0]
-    if ctx.shape.warpgroups == 1:
-        return ctx.threads.number(), 0, 1
-    groups = own // WARPGROUP_SIZE
-    number = lax.rem(ctx.threads.number(), same(own))
-    return number, lax.div(ctx.consumer, groups), ctx.shape.warpgroups // groups
+    own, thread = ctx.shared.own_bins.shape[0], ctx.threads.number()
+    part, number = divided(thread, own)
+    return number, part, ctx.threads.count // own
 
 
 def _bins(shape: Shape, longest: jax.Array) -> Bins:
@@ -119,34 +115,41 @@ def tiles_of(shape: Shape, rows: jax.Array) -> jax.Array:
     return cdiv(rows, shape.size)
 
 
-def _add(ctx: SegmentContext, bins: Bins, begin: Any, end: Any) -> jax.Array:
-    """Adds the tiles of segments begin to end to the bins; returns tiles of their second parts."""
-    shape, threads = ctx.shape, ctx.threads
-    _, numbers = threads.rounds(shape.segments, unroll=UNROLL)
-    lane = threads.number() & (bins.copies - 1)
-    batch = len(numbers(0)) * threads.count
+def _add(ctx: SegmentContext, bins: Bins) -> tuple[jax.Array, jax.Array]:
+    """Adds the tiles of all segments to the bins, and stores those of the CTA's segments.
 
-    def turn(i: Any, rest: jax.Array) -> jax.Array:
-        places = numbers(i)
-        for x, found in [(x, ctx.segment(x)) for x in places]:
-            tiles = tiles_of(shape, found.length)
-            place = _bin_of(shape, bins, found) * bins.copies + lane
-            is_wanted = (x >= begin) & (x < end)
-            threads.add(ctx.shared.bins, place, tiles, is_wanted & (tiles > 0))
+    Returns tiles of second parts, of CTAs before and of all.
+    """
+    shape, shared, threads = ctx.shape, ctx.shared, ctx.threads
+    own = shared.own_bins.shape[0]
+    begin = ctx.worker * own
+    turns, numbers = threads.rounds(shape.segments, unroll=UNROLL)
+    lane = threads.number() & (bins.copies - 1)
+
+    def turn(i: Any, rest: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        for x, found in [(x, ctx.segment(x)) for x in numbers(i)]:
+            tiles, bin_ = tiles_of(shape, found.length), _bin_of(shape, bins, found)
+            place, is_before, number = bin_ * bins.copies + lane, x < begin, x - begin
+            threads.add(shared.bins, place, tiles, tiles > 0)
+            threads.add(shared.bins_before, place, tiles, is_before & (tiles > 0))
+            stored = [(shared.own_bins, bin_), (shared.own_tiles, tiles)]
             if shape.has_rest:
-                rest = rest + jnp.where(is_wanted, tiles_of(shape, found.rest), 0)
+                rests = tiles_of(shape, found.rest)
+                stored.append((shared.rest_ends, rests))
+                rest = rest[0] + jnp.where(is_before, rests, 0), rest[1] + rests
+            for ref, value in stored:
+                threads.keep(ref, number, value, (number >= 0) & (number < own))
         return rest
 
-    turns = (lax.div(begin, batch), lax.div(end + (batch - 1), batch))
-    return lax.fori_loop(*turns, turn, same(0))
+    return lax.fori_loop(0, turns, turn, (same(0), same(0)))
 
 
 def _bin_before(ctx: SegmentContext, bins: Bins, bin_: jax.Array, part: Any, parts: int) -> Any:
-    """Adds up some copies of a bin, which holds the tiles of segments before."""
+    """Adds up some copies of a bin of the tiles of CTAs before."""
     value = same(0)
     places = [part + i * parts for i in range(pl.cdiv(most_copies(ctx.shape), parts))]
     copies = [jnp.minimum(x, bins.copies - 1) for x in places]
-    found = [ctx.threads.read(ctx.shared.bins, bin_ * bins.copies + x) for x in copies]
+    found = [ctx.threads.read(ctx.shared.bins_before, bin_ * bins.copies + x) for x in copies]
     for x, tiles in zip(places, found, strict=True):
         value = value + jnp.where(x < bins.copies, tiles, 0)
     return value
@@ -177,25 +180,16 @@ def position_tiles(ctx: SegmentContext, longest: jax.Array) -> Totals:
     shape, shared, threads = ctx.shape, ctx.shared, ctx.threads
     number, part, parts = own_segments(ctx)
     own = shared.own_bins.shape[0]
-    begin = ctx.worker * own
-    end = jnp.minimum(begin + own, shape.segments)
-    is_first = (threads.number() >= 0) & (threads.number() < own)
+    is_first = threads.number() < own
     bins = _bins(shape, longest)
-    rest_before = _add(ctx, bins, jnp.int32(0), begin)
+    rest = _add(ctx, bins)
     threads.commit()
-    found: Segment = ctx.segment(begin + number)
-    bin_, tiles = _bin_of(shape, bins, found), tiles_of(shape, found.length)
-    before = _bin_before(ctx, bins, bin_, part, parts)
-    threads.keep(shared.own_bins, number, bin_, is_first)
-    threads.keep(shared.own_tiles, number, tiles, is_first)
-    threads.commit()
-    rest_after = _add(ctx, bins, begin, jnp.int32(shape.segments))
-    before = before + _own_before(ctx, number, bin_, part)
-    threads.keep(shared.own_before, threads.number(), before, threads.number() >= 0)
-    threads.commit()
+    bin_, tiles = (threads.read(x, number) for x in (shared.own_bins, shared.own_tiles))
+    before = _bin_before(ctx, bins, bin_, part, parts) + _own_before(ctx, number, bin_, part)
+    threads.add(shared.own_firsts, number, before, before > 0)
     values = [jnp.where(is_first, tiles, 0)]
     if shape.has_rest:
-        values.append(jnp.where(is_first, tiles_of(shape, found.rest), 0))
+        values.append(jnp.where(is_first, threads.read(shared.rest_ends, number), 0))
     at = 4 * ctx.threads.warps
     sums = sum_up(
         ctx.threads,
@@ -211,13 +205,11 @@ def position_tiles(ctx: SegmentContext, longest: jax.Array) -> Totals:
         threads.keep(ref, number, x + value, is_first)
     threads.commit()
     first = threads.read(shared.bins, bin_ * bins.copies)
-    for i in range(parts):
-        first = first + threads.read(shared.own_before, number + i * own)
-    threads.keep(shared.own_firsts, number, first, is_first)
-    return _totals(ctx, bins, end, (rest_before, rest_after))
+    threads.add(shared.own_firsts, number, first, is_first)
+    return _totals(ctx, bins, rest)
 
 
-def _totals(ctx: SegmentContext, bins: Bins, end: Any, rest: tuple[jax.Array, jax.Array]) -> Totals:
+def _totals(ctx: SegmentContext, bins: Bins, rest: tuple[jax.Array, jax.Array]) -> Totals:
     """Adds up all CTAs' tiles; synchronises the threads."""
     threads, shared = ctx.threads, ctx.shared
     keyed = shared.bins[bins.last * bins.copies]
@@ -225,9 +217,11 @@ def _totals(ctx: SegmentContext, bins: Bins, end: Any, rest: tuple[jax.Array, ja
     if not ctx.shape.has_rest:
         threads.commit()
         return Totals(keyed, every, jnp.int32(0), jnp.int32(0))
-    before = threads.total(rest[0], shared.parts, 7 * threads.warps)
-    after = threads.total(rest[1], shared.parts, 8 * threads.warps)
-    return Totals(keyed, every, before, before + after)
+    before, rests = (
+        threads.total(x, shared.parts, at * threads.warps)
+        for x, at in zip(rest, (7, 8), strict=True)
+    )
+    return Totals(keyed, every, before, rests)
 
 
 def bin_words(shape: Shape) -> int:

@@ -131,9 +131,6 @@ def load(ctx: SegmentContext, further: Sequence[tuple[Any, ...]] = ()) -> None:
         last = max(operands.cu_seqlens_kv.shape[0] - 2, 0)
         copies.append((operands.q_to_kv, shared.kv_numbers, first, last))
     copies += further
-    if shared.bins is not None:
-        clear(threads, shared.bins)
-
     rounds, numbers = threads.rounds(max(source.shape[0] for source, *_ in copies))
 
     @pl.loop(0, rounds)
@@ -144,6 +141,13 @@ def load(ctx: SegmentContext, further: Sequence[tuple[Any, ...]] = ()) -> None:
             for source, *_ in copies
             for x in places
         ]
+        if shared.bins is not None:
+
+            @pl.when(turn == 0)
+            def _() -> None:  # while the loads are in flight
+                for ref in (shared.bins, shared.bins_before, shared.own_firsts):
+                    clear(threads, ref)
+
         for i, (source, target, at, largest) in enumerate(copies):
             for x, value in zip(places, found[i * len(places) :], strict=False):
                 value = jnp.clip(value, 0, largest)

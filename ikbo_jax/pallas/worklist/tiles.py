@@ -12,6 +12,7 @@ segments, which takes less time than a second launch:
   5. A thread describes some of the CTA's tiles. Their segments are found by bisection.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -19,7 +20,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from ikbo_jax.pallas.hopper import mosaic
+from ikbo_jax.pallas.hopper import inline, mosaic, per_thread
 from ikbo_jax.pallas.hopper.launch import launch_threads
 from ikbo_jax.pallas.hopper.per_thread import same
 from ikbo_jax.pallas.worklist import by_xla, positions
@@ -39,8 +40,8 @@ from ikbo_jax.problems.hopper import WARPGROUP_SIZE
 
 #: Warpgroups of a CTA.
 WARPGROUPS = 4
-#: Most CTAs of 128 segments; if there were more, a CTA has 256, so that an H100 holds all at once.
-MOST_WORKERS = 132
+#: Segments of a CTA: as few as `MOST_WORKERS` CTAs allow, which an H100 holds at once.
+FEWEST, MOST_OWN, MOST_WORKERS = 32, 256, 132
 
 
 def store_words(
@@ -50,10 +51,25 @@ def store_words(
     words: tuple[jax.Array, ...],
     is_wanted: jax.Array,
 ) -> None:
-    """Stores the first words of array[place] in device memory, for each thread that wants it."""
+    """Stores array[place] in device memory, for each thread that wants it.
+
+    Words past the given ones are arbitrary.
+    """
     if not ctx.interpret:
-        for i, word in enumerate(words):
-            ctx.threads.write(array, place * array.shape[1] + i, word, is_wanted)
+        rows = array.shape[1]
+        width = math.gcd(rows, per_thread.VECTOR)
+        words = (*words, *words[-1:] * (-len(words) % width))
+
+        @inline.code(array, place, is_wanted.astype(jnp.int32), *words)
+        def _(array: Any, place: Any, is_wanted: Any, *words: Any) -> None:
+            address = inline.address(array, per_thread.scalar(place) * rows)
+            wanted, stored = (
+                per_thread.scalar(is_wanted).differs(0),
+                list(map(per_thread.scalar, words)),
+            )
+            for i in range(0, len(words), width):
+                per_thread.store_words(address, stored[i : i + width], wanted, 4 * i)
+
         return
 
     @pl.loop(0, WARPGROUP_SIZE)
@@ -75,13 +91,16 @@ def _list_parts(ctx: SegmentContext, array: Any, ends: Any, describe: Any) -> No
     @pl.loop(0, (count + (threads.count - 1)) // threads.count)
     def _(turn: Any) -> None:
         tile = turn * threads.count + thread
-        # Segments whose tiles all come before this one.
-        number = count_at_most(lambda x: threads.read(ends, x), own - 1, tile, same(0))
-        begin = threads.read(ends, jnp.maximum(number - 1, 0))
-        place = tile - jnp.where(number > 0, begin, 0)
-        found = ctx.segment(ctx.worker * own + number)
-        position, words = describe(number, found, place)
-        store_words(ctx, array, position, words, tile < count)
+
+        @pl.when(per_thread.any_of_warp(tile < count))
+        def _() -> None:
+            # Segments whose tiles all come before this one.
+            number = count_at_most(lambda x: threads.read(ends, x), own - 1, tile, same(0))
+            begin = threads.read(ends, jnp.maximum(number - 1, 0))
+            place = tile - jnp.where(number > 0, begin, 0)
+            found = ctx.segment(ctx.worker * own + number)
+            position, words = describe(number, found, place)
+            store_words(ctx, array, position, words, tile < count)
 
 
 def list_tiles(
@@ -146,20 +165,20 @@ def shared_words(shapes: tuple[Shape, ...], arrays: Arrays, own: int, exchanged:
 
     What the lists of a gradient's tiles, or of masked tiles, have besides is None here.
     """
-    queries, threads = shapes[0], shapes[0].warpgroups * WARPGROUP_SIZE
+    queries, warps = shapes[0], shapes[0].warpgroups * per_thread.WARPS
     each = memory.Words((own,))
     return memory.shared(
-        parts=memory.Words((exchanged * (threads // 32),)),  # exchanged between warps
+        parts=memory.Words((exchanged * warps,)),  # exchanged between warps
         # Running maxima.
         q_offsets=None if queries.is_broadcast else memory.Words((queries.segments + 1,)),
         kv_offsets=memory.Words((arrays.cu_seqlens_kv.shape[0] + 2 * queries.kv_first,)),
         # Sequences of keys.
         kv_numbers=None if arrays.q_to_kv is None else memory.Words((queries.segments,)),
         bins=memory.Words((max(map(positions.bin_words, shapes)),)),  # see `positions`
+        bins_before=memory.Words((max(map(positions.words, shapes)),)),  # of CTAs before
         own_bins=each,  # of the CTA's segments; the order of bins is the list's
         own_tiles=each,  # numbers of tiles of the CTA's segments
-        own_before=memory.Words((threads,)),  # parts of the tiles before a segment's in its bin
-        own_firsts=each,  # positions of the first tiles of the CTA's segments
+        own_firsts=each,  # sums: positions of the first tiles of the CTA's segments
         own_ends=each,  # tiles of the CTA's segments up to and with each
         rest_ends=each if any(x.has_rest for x in shapes) else None,  # of second parts
         begins=None,  # [keys + 1]: ranges of lower numbers of keys
@@ -172,10 +191,11 @@ def shared_words(shapes: tuple[Shape, ...], arrays: Arrays, own: int, exchanged:
 
 
 def own_segments(shapes: tuple[Shape, ...]) -> int:
-    """Returns how many segments a CTA lists."""
-    workers = sum(pl.cdiv(x.segments, WARPGROUP_SIZE) for x in shapes)
-    is_doubled = workers > MOST_WORKERS and shapes[0].warpgroups > 1
-    return WARPGROUP_SIZE * (1 + is_doubled)
+    """Returns how many segments a CTA lists: few, as an H100 holds `MOST_WORKERS` CTAs."""
+    own = WARPGROUP_SIZE if shapes[0].warpgroups == 1 else FEWEST
+    while own < MOST_OWN and sum(pl.cdiv(x.segments, own) for x in shapes) > MOST_WORKERS:
+        own *= 2
+    return own
 
 
 # Host side
