@@ -93,7 +93,7 @@ def selected_elements(eqn: core.JaxprEqn) -> Any:
         taken = eqn.params["slice_sizes"]
     for size, part in zip(sizes, taken, strict=False):
         if part != size:
-            return math.prod(result.shape) if rows > 1 else 0
+            return math.prod(result.shape) if rows != 1 else 0
         rows *= size
     return 0
 

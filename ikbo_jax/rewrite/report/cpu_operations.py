@@ -1,0 +1,265 @@
+"""The operations of a traced program as XLA's simplifications for a CPU leave them.
+
+Calls are inlined, transposes that cancel are removed, a reduction of a concatenation reduces its
+parts, and equal numbers are broadcast once.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple, cast
+
+import jax.numpy as jnp
+from jax.extend import core
+
+from ikbo_jax.rewrite.report.products import (
+    ALONE,
+    INLINED,
+    RARE,
+    REDUCTIONS,
+    SAME,
+    flops_of_op,
+)
+from ikbo_jax.rewrite.values import lineage
+from ikbo_jax.rewrite.values.jaxprs import inner_programs
+
+#: Calls that XLA inlines, also those that it may divide over devices.
+_INLINED = INLINED | {"custom_partitioning", "ikbo_divided"}
+_VIEWS = SAME - {"convert_element_type"}
+#: Operations that the library computes, in these dtypes, and the elements from which on it does.
+_POINTWISE = frozenset(
+    """
+    abs add add_any ceil convert_element_type cos div erf exp exp2 expm1 floor integer_pow log
+    log1p logistic max min mul neg pow round rsqrt sign sin sqrt square sub tan tanh
+    """.split()  # noqa: SIM905  A table of words reads better.
+)
+_WIDE = frozenset(map(jnp.dtype, ("float32", "float64")))
+_FLOATS = _WIDE | {jnp.dtype("bfloat16")}
+_ELEMENTS = 4096
+#: Concatenations are written from this width along the last axis on, and of more parts than this.
+_FUSED_WIDTH, _FUSED_PARTS = 128, 8
+
+
+class Operation(NamedTuple):
+    """Holds an equation, its operands and results by number, and how XLA computes it.
+
+    Attributes:
+      counts: whether its FLOPs count, and not the useful ones of the library's op it is part of.
+      copied: the operands of a product that XLA transposes into a copy.
+    """
+
+    eqn: core.JaxprEqn
+    kind: str
+    operands: list[int]
+    results: list[int]
+    counts: bool
+    copied: Sequence[int] = ()
+
+
+class Operations:
+    """Lists the operations of a program, whose values have numbers.
+
+    Attributes:
+      listed: the operations, in program order.
+      sizes: bytes of every value.
+      makers: the operation that computes each value.
+      useful_flops: of the calls of this library's ops.
+      results: the program's results.
+    """
+
+    def __init__(self, program: Any, known: dict[Any, Any]) -> None:
+        self.known = known
+        self.listed: list[Operation] = []
+        self.sizes: list[Any] = []
+        self.makers: dict[int, Operation] = {}
+        self.useful_flops: Any = 0
+        # Broadcasts of numbers, by number and shape.
+        self._scalars: dict[Any, int] = {}
+        # Concatenations in the shape of a matrix, by their numbers.
+        self._matrices: dict[int, int] = {}
+        self.results = self._flatten(program, {}, counts=True)
+
+    def _number(self, v: Any) -> int:
+        size, known, aval = 0, self.known, v.aval
+        if type(v) is not core.Literal and hasattr(aval, "shape"):
+            key = aval.shape, aval.dtype
+            if key not in known:
+                known[key] = lineage.bytes_of(*key)
+            size = known[key]
+        self.sizes.append(size)
+        return len(self.sizes) - 1
+
+    def _flatten(self, program: Any, numbers: dict[Any, int], *, counts: bool) -> list[int]:
+        """Lists the operations of a program, of the calls that XLA inlines, and of ops in XLA."""
+        literal, makers = core.Literal, self.makers
+        for eqn in program.eqns:
+            name, params = eqn.primitive.name, eqn.params
+            operands = [self._operand(v, numbers) for v in eqn.invars if type(v) is not literal]
+            if name in _INLINED and params.get("name") not in RARE:
+                useful = flops_of_op(eqn, self.known)
+                self.useful_flops += useful or 0
+                inner = inner_programs(eqn)[0]
+                given = [self._operand(v, numbers) for v in eqn.invars]
+                found = self._flatten(
+                    inner,
+                    dict(zip(inner.invars, given, strict=True)),
+                    counts=counts and useful is None,
+                )
+                numbers.update(zip(eqn.outvars, found, strict=True))
+                continue
+            if params.get("name") in RARE:
+                operands = []
+            if name == "ikbo_plan":
+                numbers.update(zip(eqn.outvars, operands, strict=False))
+                continue
+            copied: Sequence[int] = ()
+            if name == "dot_general":
+                operands, copied = self._read_by_product(eqn, operands)
+            elif operands and (name == "transpose" or name in REDUCTIONS):
+                maker = makers.get(operands[0])
+                if maker and name == "transpose" and _is_undone(maker.eqn, eqn):
+                    numbers[eqn.outvars[0]] = maker.operands[0]
+                    continue
+                if maker and name != "transpose" and _is_of_parts(maker.eqn, eqn):
+                    operands = maker.operands
+            results = [self._number(v) for v in eqn.outvars]
+            numbers.update(zip(eqn.outvars, results, strict=True))
+            kind = self._kind(eqn, name)
+            if kind == "pointwise" and len(operands) < len(eqn.invars):
+                operands += self._broadcast_numbers(eqn)
+            if name == "split":
+                for v, n in zip(eqn.outvars, results, strict=True):
+                    makers[n] = Operation(eqn.replace(outvars=[v]), kind, operands, [n], counts)
+                    self.listed.append(makers[n])
+                continue
+            op = Operation(eqn, kind, operands, results, counts, copied)
+            self.listed.append(op)
+            for n in results:
+                makers[n] = op
+        return [self._operand(v, numbers) for v in program.outvars]
+
+    def _operand(self, v: Any, numbers: dict[Any, int]) -> int:
+        if type(v) is core.Literal or v not in numbers:
+            number = self._number(v)
+            if type(v) is not core.Literal:
+                numbers[v] = number
+            return number
+        return numbers[v]
+
+    def _read_by_product(
+        self, eqn: core.JaxprEqn, operands: list[int]
+    ) -> tuple[list[int], list[int]]:
+        """Returns a product's operands, and those that XLA transposes into a copy.
+
+        Concatenations have the shape of a matrix there, by a view.
+        """
+        numbers = iter(operands)
+        found: list[int] = []
+        copied: list[int] = []
+        for v, contracted, batch in zip(eqn.invars, *eqn.params["dimension_numbers"], strict=True):
+            if type(v) is core.Literal:
+                continue
+            n, shape = next(numbers), cast("Any", v.aval).shape
+            wide = [d for d, size in enumerate(shape) if size != 1]
+            free = [d for d in wide if d not in contracted and d not in batch]
+            fixed = [d for d in batch if d in wide]
+            summed = [d for d in contracted if d in wide]
+            if wide not in ([*fixed, *free, *summed], [*fixed, *summed, *free]):
+                copied.append(n)
+            elif len(free) > 1 and not batch and n in self.makers:
+                n = self._matrix(n, v, self.makers[n])
+            found.append(n)
+        return found, copied
+
+    def _matrix(self, n: int, v: Any, maker: Operation) -> int:
+        """Returns a value that a product reads, as a matrix if it is a concatenation."""
+        if maker.kind != "loop" or maker.eqn.primitive.name != "concatenate":
+            return n
+        if n not in self._matrices:
+            self._matrices[n] = self._number(v)
+            view = maker._replace(kind="view", operands=[n], results=[self._matrices[n]])
+            self._add(view._replace(counts=False))
+        return self._matrices[n]
+
+    def _add(self, op: Operation) -> None:
+        self.listed.append(op)
+        self.makers[op.results[0]] = op
+
+    def _broadcast_numbers(self, eqn: core.JaxprEqn) -> list[int]:
+        """Returns the broadcasts of an operation's numbers; equal ones are one value."""
+        found = []
+        for v in eqn.invars:
+            if type(v) is core.Literal:
+                result = eqn.outvars[0]
+                key = float(v.val), result.aval
+                if key not in self._scalars:
+                    self._scalars[key] = self._number(result)
+                    self._add(Operation(eqn, "broadcast", [], [self._scalars[key]], counts=False))
+                found.append(self._scalars[key])
+        return found
+
+    def _kind(self, eqn: core.JaxprEqn, name: str) -> str:
+        if name in _VIEWS or name == "broadcast_in_dim":
+            return "view" if name in _VIEWS else "broadcast"
+        if name == "dot_general":
+            return _kind_of_product(eqn)
+        if name in REDUCTIONS:
+            return "reduction" if _library_reduces(eqn, name) else "loop"
+        if name in ALONE or name == "concatenate" and _is_written(eqn):
+            return "alone"
+        if inner_programs(eqn):
+            return "call"
+        return "pointwise" if name in _POINTWISE and _is_in_library(eqn) else "loop"
+
+
+def _is_undone(transpose: core.JaxprEqn, eqn: core.JaxprEqn) -> bool:
+    """Whether an equation transposes a transposed value back; XLA removes both."""
+    if transpose.primitive.name != "transpose":
+        return False
+    order = [transpose.params["permutation"][d] for d in eqn.params["permutation"]]
+    return order == sorted(order)
+
+
+def _is_of_parts(maker: core.JaxprEqn, reduction: core.JaxprEqn) -> bool:
+    """Whether a reduction of a concatenation reduces the parts, which XLA then does."""
+    is_joined = maker.primitive.name == "concatenate"
+    return is_joined and maker.params["dimension"] in reduction.params.get("axes", ())
+
+
+def _kind_of_product(eqn: core.JaxprEqn) -> str:
+    (contracted, others), (batch, _) = eqn.params["dimension_numbers"]
+    lhs, rhs = (v.aval for v in eqn.invars)
+    if not contracted:
+        return "pointwise" if _is_in_library(eqn) else "loop"
+    within = math.prod([lhs.shape[d] for d in (*contracted, *batch)])  # type: ignore[attr-defined]
+    fixed = (*contracted, *batch), (*others, *eqn.params["dimension_numbers"][1][1])
+    rows, columns = (
+        math.prod([x for d, x in enumerate(aval.shape) if d not in dims])  # type: ignore[attr-defined]
+        for aval, dims in zip((lhs, rhs), fixed, strict=True)
+    )
+    # Products of vectors, and tiny ones, are loops of XLA.
+    is_vector = rows == 1 or columns == 1
+    is_large = any(lineage.is_at_least(x, 8) for x in (rows, columns, within))
+    dtypes = {x.dtype for x in (lhs, rhs)}  # type: ignore[attr-defined]
+    fits = len(dtypes) == 1 and dtypes <= _FLOATS
+    return "product" if fits and is_large and not is_vector else "alone"
+
+
+def _library_reduces(eqn: core.JaxprEqn, name: str) -> bool:
+    aval: Any = eqn.invars[0].aval
+    dtypes = _WIDE if name == "reduce_sum" else _FLOATS
+    is_known = name in ("reduce_sum", "reduce_max", "reduce_min") and aval.dtype in dtypes
+    return is_known and lineage.is_at_least(math.prod(aval.shape), _ELEMENTS)
+
+
+def _is_in_library(eqn: core.JaxprEqn) -> bool:
+    avals: list[Any] = [v.aval for v in (*eqn.invars, *eqn.outvars)]
+    is_large = lineage.is_at_least(math.prod(avals[-1].shape), _ELEMENTS)
+    return is_large and _FLOATS.issuperset([x.dtype for x in avals])
+
+
+def _is_written(concatenate: core.JaxprEqn) -> bool:
+    """Whether a concatenation is a kernel of its own."""
+    aval: Any = concatenate.outvars[0].aval
+    is_last = concatenate.params["dimension"] == len(aval.shape) - 1 > 0
+    is_wide = is_last and lineage.is_at_least(aval.shape[-1], _FUSED_WIDTH)
+    return is_wide or len(concatenate.invars) > _FUSED_PARTS
