@@ -309,8 +309,17 @@ def is_interval(ctx: Any, mask: Any, keeps: bool, dim: int) -> bool:
     state = known_mask(ctx, mask)
     if UNKNOWN not in state:
         return are_intervals(np.moveaxis(state == keeps, dim, -1))
+    return bool(_found(ctx, mask, keeps, dim) & _INTERVAL)
+
+
+def keeps_first(ctx: Any, mask: Any, keeps: bool, dim: int) -> bool:
+    """Whether the elements along `dim` that a mask keeps, or hides, are provably the first ones."""
+    return bool(_found(ctx, mask, keeps, dim) & _FIRST)
+
+
+def _found(ctx: Any, mask: Any, keeps: bool, dim: int) -> int:
     found = _keeps(ctx, mask, dim, _DEPTH)
-    return bool((found if keeps else _swapped(found)) & _INTERVAL)
+    return found if keeps else _swapped(found)
 
 
 def are_intervals(kept: np.ndarray) -> bool:
