@@ -19,6 +19,7 @@ from ikbo_jax.serving.batches import (
     Buckets,
     Form,
     Tree,
+    check_counts,
     check_hashable,
     check_size,
 )
@@ -293,20 +294,11 @@ class Scorer(BatchScorer):
         columns = self._candidate_form.leaves_of(candidates, stacked=True)
         keys = [(user, version) for user in users]
         counts = np.asarray(counts)
-        if counts.ndim != 1 or (counts.size and not np.issubdtype(counts.dtype, np.integer)):
-            raise BadRequestError(
-                f"counts has shape {counts.shape} and dtype {counts.dtype}, expected integers of "
-                f"shape {(len(keys),)}, one for every user"
-            )
-        filled, summed = len(columns[0]), int(np.sum(counts))
-        if filled != summed or not filled:
-            raise BadRequestError(f"there are {filled} candidates, but the counts sum to {summed}")
-        if len(keys) != len(counts):
-            raise BadRequestError(f"there are {len(keys)} users, but {len(counts)} counts")
-        if counts.min() < 0:
-            at = int(counts.argmin())
-            raise BadRequestError(f"counts[{at}] is {counts[at]}, expected at least 0")
+        filled = len(columns[0])
+        check_counts(counts, len(keys), filled, self.buckets)
         check_hashable(keys)
+        if not filled:
+            raise BadRequestError("there are 0 candidates")
         counts = counts.astype(np.int64)  # NumPy repeats no row an unsigned number of times
         rows, bucket = np.arange(len(keys)), self.buckets.fitting(filled, len(keys))
         batch = Batch(keys, [()] * len(keys), rows, counts, columns, filled, bucket, rows)
