@@ -25,8 +25,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ikbo_jax.rewrite.attention.scores import KEY, Fill, Label, Root, Scores, of_product
-from ikbo_jax.rewrite.facts import masks
+from ikbo_jax.rewrite.attention.scores import KEY, QUERY, Fill, Label, Root, Scores, of_product
+from ikbo_jax.rewrite.facts import masks, proofs
 from ikbo_jax.rewrite.interpret import Context, shape_of
 from ikbo_jax.rewrite.values import lineage, staged
 from ikbo_jax.rewrite.values.lineage import Concat, Lazy
@@ -51,13 +51,15 @@ class Blocks(Root):
         def factors(ctx: Context, region: masks.Region) -> list[Any]:
             def found() -> list[Any]:
                 dim = labels.index((KEY, 0))
+                positions = [(KEY, 0) if label == (QUERY, 0) else label for label in labels]
                 return [
                     (
                         *block(ctx, x, keep),
                         masks.is_interval(ctx, x, keep, dim),
-                        (masks.source(ctx, x), keep),
+                        (id(source), names, keep),
                     )
                     for x, keep in masks.factors(ctx, mask, keeps, region)
+                    for source, names in [proofs.source_of_mask(ctx, x, positions)]
                 ]
 
             return ctx.scope.once(("factors", *key, region), (mask,), found)

@@ -52,8 +52,8 @@ class Fill:
         does: [batch or 1, queries or 1, keys] bool, an interval of keys in each row.
       labels: of a mask of `Blocks`, the labels of its own dimensions.
       factors: of a mask of `Blocks`, computes its factors in a region of `masks.factors`: `kept`
-        and `state` of each, whether it keeps an interval of keys in each row, and `masks.source`
-        with whether the factor keeps what that is at.
+        and `state` of each, whether it keeps an interval of keys in each row, and an identity:
+        factors of one identity agree where the query is the key.
     """
 
     value: float

@@ -248,22 +248,6 @@ def factors(ctx: Any, mask: Any, keeps: bool = True, region: Region = ()) -> lis
     return [(moved(ctx, eqn, part), keep) for part, keep in parts]
 
 
-def source(ctx: Any, mask: Any) -> int:
-    """Returns the identity of the [batch, keys] mask that a mask of queries or keys broadcasts.
-
-    Without one, the identity of the value that is not broadcast. All dimensions keep their order,
-    so that masks of one source agree where the query is the key.
-    """
-    name, _, operands = ctx.made_by(mask)
-    while name in ("broadcast_in_dim", "convert_element_type", "reshape", "squeeze"):
-        wide, after = ([n for n in shape_of(x) if n != 1] for x in (operands[0], mask))
-        if len(wide) < 2 or name == "reshape" and wide != after:
-            break
-        mask = operands[0]
-        name, _, operands = ctx.made_by(mask)
-    return id(mask)
-
-
 def _is_fixed(ctx: Any, mask: Any, value: bool, region: Region) -> bool:
     """Whether all elements of a region of a mask are proven to have one value."""
     state = known_mask(ctx, mask)

@@ -10,8 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.extend import core
-from jax.interpreters import ad, batching, mlir
+from jax.interpreters import ad
 
+from ikbo_jax.ops.reverse_only import identity_primitive
 from ikbo_jax.rewrite.facts import proofs
 from ikbo_jax.rewrite.interpret import Context, shape_of
 from ikbo_jax.rewrite.rules import reselect, variants
@@ -100,11 +101,7 @@ def _checked(eqn: Any, index: Any, indices: Any, shape: Sequence[int]) -> Any:
     return variants.with_checks_of(gathered, lambda index, _: index, index, indices)
 
 
-_without_gradient_p = core.Primitive("ikbo_without_gradient")
-_without_gradient_p.def_impl(lambda x: x)
-_without_gradient_p.def_abstract_eval(lambda x: x)
-mlir.register_lowering(_without_gradient_p, lambda _, x: [x])
-batching.defvectorized(_without_gradient_p)
+_without_gradient_p = identity_primitive("ikbo_without_gradient")
 ad.deflinear2(_without_gradient_p, lambda _, x: [ad.Zero(x.aval)])
 
 
