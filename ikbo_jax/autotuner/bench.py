@@ -23,7 +23,7 @@ import jax.export
 import jax.numpy as jnp
 
 from ikbo_jax import _timing
-from ikbo_jax._timing import device_time
+from ikbo_jax._timing import device_time, programs
 from ikbo_jax.cases import (
     attention,
     attention_backward,
@@ -46,10 +46,6 @@ Emit = Callable[[dict[str, Any]], None]
 MAX_WORKERS = 16
 #: Longer calls are not profiled: they cannot be short on the device, and XLA may take seconds.
 MOST_CALL_MS = 10.0
-#: Compiler options of the reference matmul on a GPU. XLA still times the algorithms of cuBLAS.
-#: Triton GEMMs are excluded: XLA would compile dozens of them before the first check, and they are
-#: not the fastest at this size.
-MATMUL_ON_GPU = {"xla_gpu_enable_triton_gemm": False}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -279,7 +275,7 @@ class Bench:
 
     def _compile_matmul(self, size: int) -> None:
         square = jax.ShapeDtypeStruct((size, size), jnp.bfloat16)
-        options = MATMUL_ON_GPU if jax.default_backend() == "gpu" else {}
+        options = programs.NETWORK_ON_GPU if jax.default_backend() == "gpu" else {}
         lowered = jax.jit(jnp.matmul).lower(square, square)
         self._matmuls[size] = lowered.compile(compiler_options=options)
 

@@ -268,10 +268,15 @@ NO_MESH = AbstractMesh((), ())
 part_p = jaxpr_primitive("ikbo_part")
 
 
-def _lower_part(ctx: Any, *parts: Any, jaxpr: Any) -> Any:
+def lower_without_mesh(ctx: Any, *arrays: Any, jaxpr: Any) -> Any:
+    """Lowers a primitive of `jaxpr_primitive` as if no mesh was set."""
     plain = ctx.replace(avals_in=jaxpr.in_avals, avals_out=jaxpr.out_avals)
     with jax.sharding.use_abstract_mesh(NO_MESH):
-        results = mlir.lower_fun(jaxpr_as_fun(jaxpr))(plain, *parts)
+        return mlir.lower_fun(jaxpr_as_fun(jaxpr))(plain, *arrays)
+
+
+def _lower_part(ctx: Any, *parts: Any, jaxpr: Any) -> Any:
+    results = lower_without_mesh(ctx, *parts, jaxpr=jaxpr)
     nowhere = mlir.ir.Location.unknown(ctx.module_context.context)
 
     def forget(op: Any) -> Any:

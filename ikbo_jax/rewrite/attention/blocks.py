@@ -25,7 +25,16 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ikbo_jax.rewrite.attention.scores import KEY, QUERY, Fill, Label, Root, Scores, of_product
+from ikbo_jax.rewrite.attention.scores import (
+    DTYPES,
+    KEY,
+    QUERY,
+    Fill,
+    Label,
+    Root,
+    Scores,
+    of_product,
+)
 from ikbo_jax.rewrite.facts import masks, proofs
 from ikbo_jax.rewrite.interpret import Context, shape_of
 from ikbo_jax.rewrite.values import lineage, staged
@@ -147,7 +156,7 @@ def start(
     if not isinstance(query, (Concat, Lazy)) and not lineage.is_plain(query):
         return None
     (out,) = eqn.outvars
-    if str(key.dtype) not in ("bfloat16", "float16", "float32"):
+    if key.dtype not in DTYPES:
         return None
     if out.aval.dtype not in (key.dtype, jnp.float32):
         return None
