@@ -10,7 +10,6 @@ a key is kept. `_reading` finds how an equation's result is other than 0 by its 
   `arange(S) < n` for any n, of a window or of a triangle.
 """
 
-import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,7 +19,7 @@ from jax import lax
 from jax.extend import core
 
 from ikbo_jax.rewrite.facts import proofs
-from ikbo_jax.rewrite.facts.known import cuts, expanded, known
+from ikbo_jax.rewrite.facts.known import OF_TWO, cuts, expanded, known
 from ikbo_jax.rewrite.values.lineage import base_of
 from ikbo_jax.rewrite.values.staged import shape_of
 
@@ -32,17 +31,7 @@ _MOVES = (
     *("broadcast_in_dim", "concatenate", "copy", "pvary"),
     *("reshape", "slice", "squeeze", "transpose"),
 )
-_COMPARISONS: dict[str, Callable[[Any, Any], Any]] = {
-    name: getattr(operator, name) for name in ("eq", "ge", "gt", "le", "lt", "ne")
-}
-_OF_TWO: dict[str, Callable[[Any, Any], Any]] = _COMPARISONS | {
-    "add": operator.add,
-    "div": np.divide,
-    "max": max,
-    "min": min,
-    "mul": operator.mul,
-    "sub": operator.sub,
-}
+_OF_TWO = OF_TWO | {"div": np.divide}
 #: How a result may be other than 0, where its first or second operand is.
 _READINGS: tuple[tuple[str, tuple[int, ...], Callable[[bool, bool], bool]], ...] = (
     ("same", (0,), lambda x, y: x),
@@ -159,7 +148,7 @@ def _bounded(ctx: Any, mask: Any) -> np.ndarray:
         ends.append(proofs.interval(ctx, x) if number is None else (number, number))
     if None in ends or all(np.ndim(x[0]) == 0 for x in ends):
         return found
-    ((low, high), (least, most)), compare = ends, _COMPARISONS["lt" if name[1] == "t" else "le"]
+    ((low, high), (least, most)), compare = ends, OF_TWO["lt" if name[1] == "t" else "le"]
     always, never = compare(high, least), ~compare(low, most)
     return np.where(always, 1, np.where(never, 0, found)).astype(np.int8)
 
@@ -371,7 +360,7 @@ def _moved_dim(eqn: Any, operand: Any, result: Any, dim: int) -> int | None:
 def _compared(ctx: Any, mask: Any, dim: int) -> int:
     """Finds what a comparison keeps: one of an operand that rises or falls along `dim`."""
     name, _, operands = ctx.made_by(mask)
-    if name not in _COMPARISONS or name == "ne":
+    if name not in ("eq", "ge", "gt", "le", "lt"):
         return 0
     x, y = (_direction(ctx, z, dim, _DEPTH) for z in operands)
     if x is None or y is None or x * y > 0:

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from ikbo_jax.rewrite.facts.known import known
+from ikbo_jax.rewrite.facts.known import COMPUTED, known
 from ikbo_jax.rewrite.values.equations import constant_array
 from ikbo_jax.rewrite.values.lineage import (
     base_of,
@@ -49,34 +49,22 @@ def constant(ctx: Any, value: Any) -> float | None:
     if None in numbers or name not in _ARITHMETIC:
         return None
     with np.errstate(all="ignore"):
-        result = _ARITHMETIC[name](eqn, *numbers)
+        result = _ARITHMETIC[name](eqn.params, *numbers)
         # The program rounds the result to its dtype.
         return float(np.asarray(result, eqn.outvars[0].aval.dtype).astype(np.float64))
 
 
-_ARITHMETIC: dict[str, Callable[..., Any]] = {
-    "convert_element_type": lambda _, x: x,
-    "broadcast_in_dim": lambda _, x: x,
-    "pvary": lambda _, x: x,
-    "reshard": lambda _, x: x,
-    "reshape": lambda _, x: x,
-    "squeeze": lambda _, x: x,
-    "sqrt": lambda _, x: np.sqrt(x),
-    "rsqrt": lambda _, x: np.divide(1, np.sqrt(x)),
-    "neg": lambda _, x: -x,
-    "mul": lambda _, x, y: x * y,
-    "div": lambda _, x, y: np.divide(x, y),
-    "add": lambda _, x, y: x + y,
-    "sub": lambda _, x, y: x - y,
-    "pow": lambda _, x, y: np.power(x, y),
-    "max": lambda _, x, y: np.maximum(x, y),
-    "min": lambda _, x, y: np.minimum(x, y),
-    "integer_pow": lambda eqn, x: np.power(x, float(eqn.params["y"])),
-}
-
-
 #: Primitives that compute few numbers from few numbers.
 _OF_FEW = ("add", "max", "min", "mul", "sub")
+_ARITHMETIC: dict[str, Callable[..., Any]] = {
+    **dict.fromkeys(("broadcast_in_dim", "reshape", "reshard", "squeeze"), lambda _, x: x),
+    **{name: COMPUTED[name] for name in (*_OF_FEW, "convert_element_type", "neg", "pvary")},
+    "sqrt": lambda _, x: np.sqrt(x),
+    "rsqrt": lambda _, x: np.divide(1, np.sqrt(x)),
+    "div": lambda _, x, y: np.divide(x, y),
+    "pow": lambda _, x, y: np.power(x, y),
+    "integer_pow": lambda params, x: np.power(x, float(params["y"])),
+}
 
 
 def possible_values(ctx: Any, value: Any, depth: int = _DEPTH) -> set[float] | None:
@@ -119,7 +107,7 @@ def possible_values(ctx: Any, value: Any, depth: int = _DEPTH) -> set[float] | N
         return set().union(*(x for x in choices if x))
     pairs = itertools.product(*(x for x in choices if x is not None))
     with np.errstate(all="ignore"):
-        values = [_ARITHMETIC[name](eqn, *pair) for pair in pairs]
+        values = [_ARITHMETIC[name](eqn.params, *pair) for pair in pairs]
         rounded = np.asarray(values, eqn.outvars[0].aval.dtype).astype(np.float64)
     return set(rounded.tolist()) if len(set(values)) <= 4 and not np.isnan(rounded).any() else None
 
