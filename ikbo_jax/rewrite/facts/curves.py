@@ -16,6 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
+from ikbo_jax.rewrite.values.jaxprs import interpret
+
 
 class Dual(NamedTuple):
     """Holds values and their slopes, in float64; booleans have slope 0."""
@@ -230,15 +232,14 @@ def _evaluate(eqn: Any, operands: list[Dual], rounded: bool, slopes: bool = True
 def _run(
     jaxpr: Any, operands: Sequence[Dual], rounded: bool, slopes: bool, consts: Any = ()
 ) -> list[Dual]:
-    env: dict[Any, Dual] = dict(zip(jaxpr.invars, operands, strict=True))
-    env.update(zip(jaxpr.constvars, (Dual(np.asarray(c, np.float64)) for c in consts), strict=True))
+    def run(eqn: Any, operands: list[Any]) -> list[Dual]:
+        return [_evaluate(eqn, list(map(_dual, operands)), rounded, slopes)]
 
-    def read(v: Any) -> Dual:
-        return Dual(np.asarray(v.val, np.float64)) if isinstance(v, core.Literal) else env[v]
+    return list(map(_dual, interpret(jaxpr, consts, operands, run)))
 
-    for eqn in jaxpr.eqns:
-        env[eqn.outvars[0]] = _evaluate(eqn, list(map(read, eqn.invars)), rounded, slopes)
-    return list(map(read, jaxpr.outvars))
+
+def _dual(x: Any) -> Dual:
+    return x if isinstance(x, Dual) else Dual(np.asarray(x, np.float64))
 
 
 def _custom_jvp(eqn: core.JaxprEqn, operands: list[Dual], rounded: bool) -> Dual:

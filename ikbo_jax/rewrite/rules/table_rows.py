@@ -10,9 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.extend import core
-from jax.interpreters import ad
+from jax.interpreters import ad, batching, mlir
 
-from ikbo_jax.ops.reverse_only import identity_primitive
 from ikbo_jax.rewrite.facts import proofs
 from ikbo_jax.rewrite.interpret import Context, shape_of
 from ikbo_jax.rewrite.rules import reselect, variants
@@ -101,7 +100,11 @@ def _checked(eqn: Any, index: Any, indices: Any, shape: Sequence[int]) -> Any:
     return variants.with_checks_of(gathered, lambda index, _: index, index, indices)
 
 
-_without_gradient_p = identity_primitive("ikbo_without_gradient")
+_without_gradient_p = core.Primitive("ikbo_without_gradient")
+_without_gradient_p.def_impl(lambda x: x)
+_without_gradient_p.def_abstract_eval(lambda x: x)
+mlir.register_lowering(_without_gradient_p, lambda _, x: [x])
+batching.defvectorized(_without_gradient_p)
 ad.deflinear2(_without_gradient_p, lambda _, x: [ad.Zero(x.aval)])
 
 
