@@ -23,7 +23,7 @@ from ikbo_jax.serving.batches import (
     check_hashable,
     check_size,
 )
-from ikbo_jax.serving.packing import Column, Packing, fill
+from ikbo_jax.serving.packing import Column, fill
 from ikbo_jax.serving.programs import Model, Programs, check_finite, specs_of
 
 #: Returns the features of one user; of n keys (user, version), as arrays [n, ...].
@@ -250,16 +250,15 @@ class Scorer(BatchScorer):
     def _run_every_program(self) -> None:
         """Runs every program once, so that no request waits for what a first run allocates."""
         for users, encode in self._programs.encode.items():
-            packed, (at, *features) = self._programs.encode_inputs[users].empty()
+            packed, (at, *_) = self._programs.encode_inputs[users].empty(np.zeros)
             self._written_nowhere(at)
-            for array in features:
-                array[...] = 0
             self._pool = encode(self._weights, self._pool, packed)
         for bucket, score in self._programs.score.items():
-            packed = _zeros(self._programs.score_inputs[bucket])
+            packed, _ = self._programs.score_inputs[bucket].empty(np.zeros)
             self.call_seconds[bucket] = seconds_of(score, self._weights, self._pool, packed)
         for bucket, joint in self._programs.joint.items():
-            np.asarray(joint(self._weights, _zeros(self._programs.joint_inputs[bucket])))
+            packed, _ = self._programs.joint_inputs[bucket].empty(np.zeros)
+            np.asarray(joint(self._weights, packed))
 
     def _written_nowhere(self, at: npt.NDArray[np.int32]) -> None:
         """Fills `at` with different slots past the end of the pool."""
@@ -361,7 +360,3 @@ class Scorer(BatchScorer):
             for array, column in zip(columns, features, strict=True):
                 fill(array, column[start : start + len(part)], stack=True)
             self._pool = self._programs.encode[bucket](self._weights, self._pool, packed)
-
-
-def _zeros(inputs: Packing) -> list[npt.NDArray[Any]]:
-    return [np.zeros(spec.shape, spec.dtype) for spec in inputs.packed]
