@@ -169,9 +169,7 @@ class Bench:
     def _shapes(self) -> Any:
         return jax.eval_shape(self._case.inputs)
 
-    def prepare(
-        self, alone: Collection[Contender] = (), matmul_size: int = Task.matmul_size
-    ) -> None:
+    def prepare(self, alone: Collection[Contender] = ()) -> None:
         """Compiles all contenders in parallel, those in `alone` one at a time, and checks each one
         then.
         """
@@ -193,7 +191,7 @@ class Bench:
                 # While XLA compiles the XLA path and the matmul, it times GEMM algorithms, and
                 # nothing else may run on the device. Checks begin after that, while the kernels
                 # still compile.
-                tuned = threads.submit(self._compile_tuned, None not in alone, matmul_size)
+                tuned = threads.submit(self._compile_tuned, None not in alone)
                 done = {
                     threads.submit(self._compile, config, lowered.get(config)): config
                     for config in kernels
@@ -268,10 +266,10 @@ class Bench:
                 return found.ms
         return ms
 
-    def _compile_tuned(self, with_xla: bool, matmul_size: int) -> None:
+    def _compile_tuned(self, with_xla: bool) -> None:
         if with_xla and None in self.contenders:
             self._compile(None, None)
-        self._compile_matmul(matmul_size)
+        self._compile_matmul(Task.matmul_size)
 
     def _compile_matmul(self, size: int) -> None:
         square = jax.ShapeDtypeStruct((size, size), jnp.bfloat16)

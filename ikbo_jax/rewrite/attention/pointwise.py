@@ -33,13 +33,6 @@ from ikbo_jax.rewrite.values.lineage import Concat, Lazy, Lineage, is_plain, ori
 from ikbo_jax.rewrite.values.registry import NotCovered
 
 
-def _sum(arrays: list[jax.Array]) -> jax.Array:
-    total = arrays[0]
-    for array in arrays[1:]:
-        total = lax.add(total, array)
-    return total
-
-
 def _may_be_sliced(x: Any, batch: int) -> bool:
     """Whether a value is looked up along its dimension `batch` alone, or not at all."""
     if isinstance(x, Concat):
@@ -74,12 +67,14 @@ class PointwiseCall(Call):
         if not live:
             return jnp.zeros(shape, self.dtype)
         if users is not None and all(self.of_users(block.key, users) for block in live):
-            out = _sum([self._at_users(query, block.key, users) for block in live])
+            of_blocks = (self._at_users(query, block.key, users) for block in live)
+            out = functools.reduce(lax.add, of_blocks)
             out = staged.reshape(staged.cast(out, self.dtype), (out.shape[0], *shape[1:]))
             return Lazy(out, tuple(shape), users, 0, origins_of(query.value))
         reason = "queries that attend to keys of the candidate"
         array = self.ctx.materialise(self.eqn, query.value, reason)
-        total = _sum([self._of_candidates(query, block, array) for block in live])
+        of_blocks = (self._of_candidates(query, block, array) for block in live)
+        total = functools.reduce(lax.add, of_blocks)
         return staged.reshape(staged.cast(total, self.dtype), shape)
 
     def _blocks(self, query: Part) -> list[_Block]:
