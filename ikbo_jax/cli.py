@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import importlib.util
 import os
 import pathlib
@@ -37,6 +36,11 @@ _REQUEST_SIZES = (
     (("--k-cand",), "K_cand, embedding rows of a candidate"),
     (("--k-user",), "K_user, embedding rows of a user"),
 )
+#: The sizes of the demo's network, `ranking.Sizes`, by flag.
+_NETWORK_SIZES = {
+    **{name: name for name in ("candidates", "users", "layers", "dtype")},
+    **{"m": "compressed", "n": "width", "k_cand": "cand_tokens", "k_user": "user_rows"},
+}
 _ATTENTION_SIZES = (
     *_REQUEST_SIZES[:2],
     (("--q-len", "--t"), "T, queries of a candidate"),
@@ -207,16 +211,14 @@ def _add_gdpa_sizes(parser: argparse.ArgumentParser) -> None:
 
 
 def _demo(args: argparse.Namespace) -> int:
-    from ikbo_jax.demo import Request
-
     if args.plot is not None and (reason := _plot_impossible_reason(args.plot)) is not None:
         print(f"ikbo-jax demo: {reason}", file=sys.stderr)
         return UNUSABLE
-    names = [field.name for field in dataclasses.fields(Request)]
-    overrides = {x: getattr(args, x) for x in names if getattr(args, x) is not None}
+    sizes = {name: getattr(args, flag) for flag, name in _NETWORK_SIZES.items()}
+    sizes = {name: size for name, size in sizes.items() if size is not None}
     try:
         with terminal.progress() as log:
-            agree = cli_demo.run(overrides, args.layers, args.plot, log, explain=args.explain)
+            agree = cli_demo.run(sizes, args.seed, args.plot, log, explain=args.explain)
     except KeyboardInterrupt:
         print(
             "ikbo-jax demo: interrupted before the end; programs compiled so far are kept for the "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import operator
 import pathlib
 import platform
@@ -13,8 +12,9 @@ from ikbo_jax import terminal
 from ikbo_jax._version import __version__
 
 if TYPE_CHECKING:
-    from ikbo_jax.demo import Measured, Report, Request, Stage
+    from ikbo_jax.demo import Measured, Report, Stage
     from ikbo_jax.demo_ranking import Report as RankingReport
+    from ikbo_jax.models.ranking import Sizes
 
 
 def device_name() -> str:
@@ -29,7 +29,7 @@ def device_name() -> str:
 
 def run(
     overrides: Mapping[str, Any],
-    layers: int | None,
+    seed: int,
     plot: pathlib.Path | None,
     log: terminal.Log,
     *,
@@ -37,29 +37,26 @@ def run(
 ) -> bool:
     """Runs the demo's parts, prints their reports, and draws the plot to the file `plot`.
 
-    `overrides` replace fields of the default request. With `explain`, the reports hold all stages,
+    `overrides` replace sizes of the default network. With `explain`, the reports hold all stages,
     configurations and reasons. Returns whether all results agree with their oracles.
     """
     from ikbo_jax import demo, demo_attention, demo_ranking
+    from ikbo_jax.models import ranking
 
-    request = dataclasses.replace(demo.default_request(), **overrides)
-    sizes = demo_ranking.sizes_of(request, layers)
-    attention_request = demo_attention.default_request(request)
+    sizes = demo_ranking.sizes_of(**overrides)
     parts: list[Any] = [
-        demo_ranking.run(sizes, request.seed, on_progress=log),
-        demo.run(request, on_progress=log),
-        demo_attention.run(attention_request, on_progress=log),
+        part.run(sizes, seed, on_progress=log) for part in (demo_ranking, demo, demo_attention)
     ]
     if plot is not None:
-        parts.append(demo_ranking.sweep(sizes, request.seed, on_progress=log))
+        parts.append(demo_ranking.sweep(sizes, seed, on_progress=log))
     network, report, attention, *points = demo.run_parts(parts, log)
     if plot is not None:
         demo_ranking.draw(points[0], device_name(), plot)
-    print_request(request, demo.candidate_counts(request).tolist())
+    print_request(sizes, seed, ranking.candidate_counts(sizes, seed).tolist())
     print()
     print_network(network, demo_ranking.explanation(sizes) if explain else None)
     print()
-    print_demo(report, demo.automatic_path(request) if explain else None)
+    print_demo(report, demo.automatic_path(sizes) if explain else None)
     print()
     print_attention(attention, explain)
     if not explain:
@@ -71,16 +68,16 @@ def run(
     return agree
 
 
-def print_request(request: Request, counts: Sequence[int]) -> None:
+def print_request(sizes: Sizes, seed: int, counts: Sequence[int]) -> None:
     """Prints two lines: versions and device, and the request."""
     import jax
 
     print(f"ikbo-jax {__version__} on {device_name()}, jax {jax.__version__}")
     each = f"{min(counts)} to {max(counts)} per user" if len(counts) > 1 else "all of one user"
     print(
-        f"request: {request.candidates:,} candidates of {request.users:,} users ({each}), "
-        f"M={request.m} N={request.n} K_cand={request.k_cand} K_user={request.k_user}, "
-        f"{request.dtype}, seed {request.seed}"
+        f"request: {sizes.candidates:,} candidates of {sizes.users:,} users ({each}), "
+        f"M={sizes.compressed} N={sizes.width} K_cand={sizes.cand_tokens} "
+        f"K_user={sizes.user_rows}, {sizes.dtype}, seed {seed}"
     )
 
 
@@ -89,7 +86,7 @@ def print_network(report: RankingReport, explanation: str | None) -> None:
 
     `explanation` is what `explain` says of it, for a report with reasons and top candidates.
     """
-    sizes, baseline = report.request, report.measured[0]
+    sizes, baseline = report.sizes, report.measured[0]
     print(
         f"ranking network: {sizes.layers} layers, history S={sizes.history}, queries "
         f"T={sizes.queries}, {sizes.heads} heads of {sizes.head_dim}, {sizes.pooled} pooled rows"
@@ -139,17 +136,16 @@ def print_demo(report: Report, automatic: str | None) -> None:
             f"{report.tolerance:.2g}."
         )
         print(f"implementation=None takes: {automatic}")
-    ratio = report.request.candidates / report.request.users
+    ratio = report.sizes.candidates / report.sizes.users
     print(f"{ratio:.1f} candidates per user: {_conclusion(report.measured)}")
 
 
 def print_attention(report: Report, explain: bool) -> None:
     """Prints the part on attention: its stages."""
-    request, ranking = report.request, report.request.ranking
+    sizes = report.sizes
     print(
-        f"attention: {ranking.candidates:,} candidates of {ranking.users:,} users, "
-        f"T={request.q_len} S={request.kv_len} N=K={request.heads} H={request.head_dim}, "
-        f"{ranking.dtype}, seed {ranking.seed}"
+        f"attention: {sizes.candidates:,} candidates of {sizes.users:,} users, "
+        f"T={sizes.queries} S={sizes.history} N=K={sizes.heads} H={sizes.head_dim}, {sizes.dtype}"
     )
     print()
     _print_stages(report, explain)

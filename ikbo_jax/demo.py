@@ -20,6 +20,7 @@ from ikbo_jax._timing.programs import Log, Part, Programs
 from ikbo_jax.cases import error_rule
 from ikbo_jax.cases.linear_compression import ALIGNED_K, Case, Inputs, oracle
 from ikbo_jax.models import ranking
+from ikbo_jax.models.ranking import Sizes
 from ikbo_jax.ops.dispatch import hopper_unavailable_reason
 from ikbo_jax.ops.explain import explain
 from ikbo_jax.problems import LinearCompressionConfig, LinearCompressionProblem
@@ -30,43 +31,6 @@ from ikbo_jax.tuning.user_cache import user_cache_path
 ROUNDS = 3
 #: Seconds of a window; twelve stages take 3 s in all.
 WINDOW_S = 0.05
-
-
-@dataclasses.dataclass(frozen=True)
-class Request:
-    """Sizes of a ranking request.
-
-    Attributes:
-      candidates: B, number of candidates.
-      users: U, number of users.
-      m: M, compressed rows.
-      n: N, embedding width.
-      k_cand: K_cand, embedding rows of a candidate.
-      k_user: K_user, embedding rows of a user.
-      dtype: name of the dtype of every array.
-      seed: seed of the inputs and of the numbers of candidates.
-    """
-
-    candidates: int
-    users: int
-    m: int
-    n: int
-    k_cand: int
-    k_user: int
-    dtype: str
-    seed: int = 0
-
-    @property
-    def case(self) -> Case:
-        """The request's case; only its drawn arrays are used, since the index is `user_index`."""
-        batches, ks = (self.users, self.candidates), (self.k_user, self.k_cand)
-        return Case(LinearCompressionProblem(batches, ks, self.m, self.n, self.dtype))
-
-
-#: Request for an accelerator: 15 users with about 70 candidates each.
-FULL = Request(candidates=1024, users=15, m=433, n=256, k_cand=866, k_user=1178, dtype="bfloat16")
-#: Request for a CPU: a quarter of every size. CPUs multiply bfloat16 slowly, hence float32.
-SMALL = Request(candidates=256, users=4, m=109, n=64, k_cand=217, k_user=295, dtype="float32")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,7 +72,7 @@ class Measured:
 class Report:
     """Holds a part's result. `measured[0]` copies users and is the baseline of speed-ups."""
 
-    request: Any
+    sizes: Sizes
     measured: tuple[Measured, ...]
     not_run: tuple[Stage, ...]
     tolerance: float
@@ -135,55 +99,46 @@ def run_parts(parts: Sequence[Part[Any]], log: Log) -> list[Any]:
             gc.enable()
 
 
-def default_request() -> Request:
-    """Returns the full request on an accelerator, the small one on a CPU."""
-    return SMALL if jax.default_backend() == "cpu" else FULL
+def case_of(sizes: Sizes) -> Case:
+    """Makes the case; only its drawn arrays are used, since the index is `ranking.user_index`."""
+    batches, ks = (sizes.users, sizes.candidates), (sizes.user_rows, sizes.cand_tokens)
+    return Case(LinearCompressionProblem(batches, ks, sizes.compressed, sizes.width, sizes.dtype))
 
 
-def candidate_counts(request: Request) -> np.ndarray:
-    """Draws every user's number of candidates; see `ranking.random_counts`."""
-    return ranking.random_counts(request.users, request.candidates, request.seed)
-
-
-def user_index(request: Request) -> jax.Array:
-    """Returns the user of every candidate, [B] int32, sorted."""
-    return ranking.index_of(candidate_counts(request))
-
-
-def make_inputs(request: Request) -> Inputs:
+def make_inputs(sizes: Sizes, seed: int) -> Inputs:
     """Draws inputs whose results are near one."""
-    return Inputs(*request.case.draw(request.seed), (None, user_index(request)))
+    return Inputs(*case_of(sizes).draw(seed), (None, ranking.user_index(sizes, seed)))
 
 
-def _bytes_moved(request: Request, *, copied_k: int = 0, separate_add: bool = False) -> int:
+def _bytes_moved(sizes: Sizes, *, copied_k: int = 0, separate_add: bool = False) -> int:
     """Counts the bytes that a stage must at least read and write.
 
     Args:
       copied_k: rows of the concatenated embedding that the stage writes and reads back, 0 if none.
       separate_add: whether the stage writes the candidates' product and reads it for the addition.
     """
-    size = jnp.dtype(request.dtype).itemsize
+    size = jnp.dtype(sizes.dtype).itemsize
     partial = 4  # partial results are float32
-    rows = request.m * request.n
-    moved = size * request.m * (request.k_cand + request.k_user)
-    moved += size * request.n * request.candidates * request.k_cand
-    moved += size * request.n * request.users * request.k_user
-    moved += size * request.candidates * rows
-    moved += 4 * request.candidates
+    rows = sizes.compressed * sizes.width
+    moved = size * sizes.compressed * (sizes.cand_tokens + sizes.user_rows)
+    moved += size * sizes.width * sizes.candidates * sizes.cand_tokens
+    moved += size * sizes.width * sizes.users * sizes.user_rows
+    moved += size * sizes.candidates * rows
+    moved += 4 * sizes.candidates
     if copied_k:
-        return moved + 2 * size * request.candidates * copied_k * request.n
-    moved += 2 * partial * request.users * rows
+        return moved + 2 * size * sizes.candidates * copied_k * sizes.width
+    moved += 2 * partial * sizes.users * rows
     if separate_add:
-        moved += 2 * partial * request.candidates * rows
+        moved += 2 * partial * sizes.candidates * rows
     return moved
 
 
-def _kernel_stage(request: Request, name: str, *, single_launch: bool) -> Stage:
+def _kernel_stage(sizes: Sizes, name: str, *, single_launch: bool) -> Stage:
     """Makes a stage of the kernel; its `path` is the reason if the kernel cannot run here."""
-    moved = _bytes_moved(request)
+    moved = _bytes_moved(sizes)
     if (reason := hopper_unavailable_reason()) is not None:
         return Stage(name, None, moved, reason)
-    case = request.case
+    case = case_of(sizes)
     config = case.config(single_launch=single_launch) or LinearCompressionConfig(
         single_launch=single_launch
     )
@@ -193,39 +148,39 @@ def _kernel_stage(request: Request, name: str, *, single_launch: bool) -> Stage:
     return Stage(name, case.contender("fused", config), moved, path)
 
 
-def stages(request: Request) -> list[Stage]:
+def stages(sizes: Sizes) -> list[Stage]:
     """Makes every stage, the materialised model first."""
-    k = request.k_cand + request.k_user
+    k = sizes.cand_tokens + sizes.user_rows
     aligned = -(-k // ALIGNED_K) * ALIGNED_K
-    contender = request.case.contender
+    contender = case_of(sizes).contender
     return [
         Stage(
             "1  materialised",
             contender("materialised"),
-            _bytes_moved(request, copied_k=k),
+            _bytes_moved(sizes, copied_k=k),
             f"xla, K={k}",
         ),
         Stage(
             "1b aligned K",
             contender("materialised-aligned"),
-            _bytes_moved(request, copied_k=aligned),
+            _bytes_moved(sizes, copied_k=aligned),
             f"xla, K={aligned}",
         ),
         Stage(
             "2  decomposed",
             contender("decomposed"),
-            _bytes_moved(request, separate_add=True),
+            _bytes_moved(sizes, separate_add=True),
             "xla",
         ),
-        _kernel_stage(request, "3  fused", single_launch=False),
-        _kernel_stage(request, "4  single launch", single_launch=True),
+        _kernel_stage(sizes, "3  fused", single_launch=False),
+        _kernel_stage(sizes, "4  single launch", single_launch=True),
     ]
 
 
-def automatic_path(request: Request) -> str:
+def automatic_path(sizes: Sizes) -> str:
     """Names the implementation that `linear_compression` chooses here, and the reason."""
-    shapes = jax.eval_shape(lambda: make_inputs(request))
-    plan = explain(request.case.contender("automatic"), *shapes).plans[0]
+    shapes = jax.eval_shape(lambda: make_inputs(sizes, 0))
+    plan = explain(case_of(sizes).contender("automatic"), *shapes).plans[0]
     return f"{plan.implementation} ({plan.reason})"
 
 
@@ -308,10 +263,9 @@ def seed_bits(seed: int) -> np.ndarray:
 
 def run_stages(
     part: str,
-    request: Any,
+    sizes: Sizes,
     case: Any,
     seed: int,
-    index: jax.Array,
     make: Callable[[Any, Any], Any],
     oracle: Callable[[Any], jax.Array],
     stages: Sequence[Stage],
@@ -322,9 +276,8 @@ def run_stages(
 
     Args:
       part: name of the part of the demo.
-      request: the report's request.
+      sizes: the report's sizes.
       case: draws the arrays and names the rounding.
-      index: the user of every candidate.
       make: makes the arguments of a stage from the drawn arrays and the index.
       oracle: computes the exact results of the candidates `rows`.
       stages: the stages, the baseline first.
@@ -332,7 +285,7 @@ def run_stages(
     Returns:
       The report; stages that cannot run on this device are in `not_run`, with the reason as `path`.
     """
-    log = prefixed_log(part, on_progress)
+    log, index = prefixed_log(part, on_progress), ranking.user_index(sizes, seed)
     programs = Programs(log, identity=f"{part} {case}")
     drawn = programs.add("inputs", case.draw, seed_bits(seed), timed=False)
     shapes = make(drawn, jax.ShapeDtypeStruct(index.shape, index.dtype))
@@ -357,15 +310,15 @@ def run_stages(
         errors[stage.name], largest = (float(x) for x in found)
     limit = error_rule.bound(errors[baseline.name], largest, *case.rounding)
     measured = timed(compiled, runnable, inputs, errors, limit, largest, log)
-    return Report(request, measured, tuple(not_run), limit)
+    return Report(sizes, measured, tuple(not_run), limit)
 
 
-def run(request: Request, *, on_progress: Log = lambda _: None) -> Part[Report]:
+def run(sizes: Sizes, seed: int, *, on_progress: Log = lambda _: None) -> Part[Report]:
     """Runs the part on linear compression; see `run_stages`."""
     return run_stages(
-        *("linear compression", request, request.case, request.seed, user_index(request)),
+        *("linear compression", sizes, case_of(sizes), seed),
         make=lambda drawn, index: Inputs._make([*drawn, (None, index)]),
         oracle=oracle,
-        stages=stages(request),
+        stages=stages(sizes),
         on_progress=on_progress,
     )

@@ -10,7 +10,7 @@ import functools
 import pathlib
 import statistics
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -51,26 +51,15 @@ class Report(demo.Report):
     top: tuple[Scored, ...]
 
 
-def sizes_of(request: demo.Request, layers: int | None = None) -> Sizes:
-    """Takes sizes of the network from the demo's request, others from the device's defaults."""
+def sizes_of(*, user_rows: int | None = None, **sizes: Any) -> Sizes:
+    """Replaces sizes of the network that suits the device; `user_rows` is a user's K_user."""
     base = ranking.SMALL if jax.default_backend() == "cpu" else Sizes()
     pooled, dense = base.pooled, base.dense_tokens
-    if request.k_user != base.user_rows:
-        pooled = max(1, min(pooled, request.k_user // 4))
-        dense = min(dense, request.k_user // 4)
-    return dataclasses.replace(
-        base,
-        layers=base.layers if layers is None else layers,
-        candidates=request.candidates,
-        users=request.users,
-        width=request.n,
-        pooled=pooled,
-        dense_tokens=dense,
-        user_tokens=request.k_user - pooled - dense,
-        cand_tokens=request.k_cand,
-        compressed=request.m,
-        dtype=request.dtype,
-    )
+    rows = base.user_rows if user_rows is None else user_rows
+    if rows != base.user_rows:
+        pooled, dense = max(1, min(pooled, rows // 4)), min(dense, rows // 4)
+    kinds = {"pooled": pooled, "dense_tokens": dense, "user_tokens": rows - pooled - dense}
+    return dataclasses.replace(base, **kinds | sizes)
 
 
 def versions() -> dict[str, Callable[..., jax.Array]]:

@@ -42,8 +42,8 @@ LAYOUT_MUTANTS = (
     Mutant(
         "one-hot vectors of other positions",
         "rules/one_hot.py",
-        "or not proofs.counts_up(",
-        "or False and proofs.counts_up(",
+        "if not proofs.counts_along(ctx, positions, dim):",
+        "if False:",
         ("tests/rewrite/test_rewrite_layouts.py::test_comparisons_that_are_no_lookups",),
     ),
     # Attention over [history, candidate].

@@ -23,7 +23,7 @@ import jax.export
 import jax.numpy as jnp
 
 from ikbo_jax import _timing
-from ikbo_jax._timing import device_time
+from ikbo_jax._timing import device_time, programs
 from ikbo_jax.cases import (
     attention,
     attention_backward,
@@ -46,10 +46,6 @@ Emit = Callable[[dict[str, Any]], None]
 MAX_WORKERS = 16
 #: Longer calls are not profiled: they cannot be short on the device, and XLA may take seconds.
 MOST_CALL_MS = 10.0
-#: Compiler options of the reference matmul on a GPU. XLA still times the algorithms of cuBLAS.
-#: Triton GEMMs are excluded: XLA would compile dozens of them before the first check, and they are
-#: not the fastest at this size.
-MATMUL_ON_GPU = {"xla_gpu_enable_triton_gemm": False}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -173,9 +169,7 @@ class Bench:
     def _shapes(self) -> Any:
         return jax.eval_shape(self._case.inputs)
 
-    def prepare(
-        self, alone: Collection[Contender] = (), matmul_size: int = Task.matmul_size
-    ) -> None:
+    def prepare(self, alone: Collection[Contender] = ()) -> None:
         """Compiles all contenders in parallel, those in `alone` one at a time, and checks each one
         then.
         """
@@ -197,7 +191,7 @@ class Bench:
                 # While XLA compiles the XLA path and the matmul, it times GEMM algorithms, and
                 # nothing else may run on the device. Checks begin after that, while the kernels
                 # still compile.
-                tuned = threads.submit(self._compile_tuned, None not in alone, matmul_size)
+                tuned = threads.submit(self._compile_tuned, None not in alone)
                 done = {
                     threads.submit(self._compile, config, lowered.get(config)): config
                     for config in kernels
@@ -272,14 +266,14 @@ class Bench:
                 return found.ms
         return ms
 
-    def _compile_tuned(self, with_xla: bool, matmul_size: int) -> None:
+    def _compile_tuned(self, with_xla: bool) -> None:
         if with_xla and None in self.contenders:
             self._compile(None, None)
-        self._compile_matmul(matmul_size)
+        self._compile_matmul(Task.matmul_size)
 
     def _compile_matmul(self, size: int) -> None:
         square = jax.ShapeDtypeStruct((size, size), jnp.bfloat16)
-        options = MATMUL_ON_GPU if jax.default_backend() == "gpu" else {}
+        options = programs.NETWORK_ON_GPU if jax.default_backend() == "gpu" else {}
         lowered = jax.jit(jnp.matmul).lower(square, square)
         self._matmuls[size] = lowered.compile(compiler_options=options)
 

@@ -165,7 +165,6 @@ def attend(
             indices_are_sorted=indices_are_sorted,
             logit_cap=logit_cap,
         )
-        assert isinstance(out, jax.Array)
         return merge_heads(out, params["w_out"])
 
 

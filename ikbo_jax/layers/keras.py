@@ -19,7 +19,7 @@ os.environ.setdefault("KERAS_BACKEND", "jax")
 
 import keras
 
-from ikbo_jax.layers import functional, parameters
+from ikbo_jax.layers import calls, functional, parameters
 
 if keras.backend.backend() != "jax":
     raise ImportError(
@@ -106,7 +106,7 @@ class LinearCompression(_Layer):
         """Makes the parameters for inputs of these shapes; an input that is None has none."""
         del cand_to_user_shape
         rows = self._size("e_user", e_user_shape, 1), self._size("e_cand", e_cand_shape, 1)
-        self._make(parameters.compression_specs(*rows, self.features))
+        self._make(calls.LinearCompression._specs(self, *rows))
 
     def call(self, e_user: jax.Array, e_cand: jax.Array, cand_to_user: jax.Array) -> jax.Array:
         """Compresses the embeddings; arguments and result are as in `functional.compress`."""
@@ -152,9 +152,7 @@ class CandidateAttention(_Layer):
         del cand_to_user_shape, lengths_shape
         width = self._size("x_cand", x_cand_shape, 2)
         user_width = self._size("x_user", x_user_shape, 2)
-        out = width if self.out_features is None else self.out_features
-        heads = (self.num_heads, self.head_dim)
-        self._make(parameters.attention_specs(width, user_width, out, *heads))
+        self._make(calls.CandidateAttention._specs(self, width, user_width))
 
     def call(
         self,

@@ -319,18 +319,11 @@ class _Attention(Op[AttentionCall, Arrays, _Results]):
         return call, attention_vmap.fold(size, batched, arrays, fold_users=fold_users)
 
     def named(self, call: AttentionCall, arrays: Arrays) -> Named:
-        lengths = None if arrays.lengths is None else "u"
-        ranges = None if arrays.ranges is None else "b ends"
-        keys, own = "u s k h", None if arrays.self_key is None else "b own k h"
+        keys = "u s k h" if arrays.page_table is None else "pages page k h"
         bias = None if arrays.bias is None else attention_vmap.names_of_bias(arrays.bias)
-        table: Any = None
-        if arrays.page_table is not None:
-            keys, table = "pages page k h", "u most"
-        return Named(
-            Arrays._make((QUERY, keys, keys, "b", lengths, ranges, own, own, table, bias)),
-            (QUERY, LSE if call.return_residuals else None),
-            SPLIT,
-        )
+        own = "b own k h"
+        names = Arrays._make((QUERY, keys, keys, "b", "u", "b ends", own, own, "u most", bias))
+        return Named(names, (QUERY, LSE if call.return_residuals else None), SPLIT)
 
     def vjp(self, call: AttentionCall, plan: dispatch.Plan, of: Pulled[Arrays, _Results]) -> Arrays:
         arrays, residuals, cotangents, _ = of

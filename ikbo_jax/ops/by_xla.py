@@ -214,11 +214,12 @@ def _source_digest() -> str:
 
 
 def jaxpr_primitive(name: str) -> Primitive:
-    """Makes a primitive that evaluates its parameter `jaxpr`; the caller adds a lowering."""
+    """Makes a primitive that evaluates its parameter `jaxpr`; callers may replace its lowering."""
     found = Primitive(name)
     found.multiple_results = True
     found.def_impl(lambda *operands, jaxpr, **_: jaxpr_as_fun(jaxpr)(*operands))
     found.def_abstract_eval(lambda *_, jaxpr, **__: jaxpr.out_avals)
+    mlir.register_lowering(found, mlir.lower_fun(found.impl))
     return found
 
 
@@ -227,10 +228,6 @@ def jaxpr_primitive(name: str) -> Primitive:
 # does not find its plans a second time.
 divided_p = jaxpr_primitive("ikbo_divided")
 platforms.differentiate(divided_p, lambda whole, **_: whole())
-mlir.register_lowering(
-    divided_p,
-    lambda ctx, *operands, jaxpr, **_: mlir.lower_fun(jaxpr_as_fun(jaxpr))(ctx, *operands),
-)
 
 
 def _batch(operands: Any, axes: Any, *, batched: Any, **_: Any) -> tuple[Any, Any]:
@@ -271,10 +268,15 @@ NO_MESH = AbstractMesh((), ())
 part_p = jaxpr_primitive("ikbo_part")
 
 
-def _lower_part(ctx: Any, *parts: Any, jaxpr: Any) -> Any:
+def lower_without_mesh(ctx: Any, *arrays: Any, jaxpr: Any) -> Any:
+    """Lowers a primitive of `jaxpr_primitive` as if no mesh was set."""
     plain = ctx.replace(avals_in=jaxpr.in_avals, avals_out=jaxpr.out_avals)
     with jax.sharding.use_abstract_mesh(NO_MESH):
-        results = mlir.lower_fun(jaxpr_as_fun(jaxpr))(plain, *parts)
+        return mlir.lower_fun(jaxpr_as_fun(jaxpr))(plain, *arrays)
+
+
+def _lower_part(ctx: Any, *parts: Any, jaxpr: Any) -> Any:
+    results = lower_without_mesh(ctx, *parts, jaxpr=jaxpr)
     nowhere = mlir.ir.Location.unknown(ctx.module_context.context)
 
     def forget(op: Any) -> Any:

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -189,12 +189,10 @@ def marks(jaxpr: core.Jaxpr) -> Iterator[Any]:
     Marks are plans, functions that make notes, and the names of ops that are differentiated.
     """
     for eqn in jaxpr.eqns:
-        if eqn.primitive.name in WITHOUT_PROGRAMS:
-            continue
         mark = _mark(eqn)
         if mark is not None:
             yield mark
-        for inner in _inner_jaxprs(eqn):
+        for inner in inner_programs(eqn):
             yield from marks(inner)
 
 
@@ -226,7 +224,7 @@ def survey(jaxpr: core.Jaxpr) -> Survey:
                 continue
             marked = marked or _mark(eqn) is not None
             draws = draws or eqn.primitive.name == "rng_uniform"
-            for inner in _inner_jaxprs(eqn):
+            for inner in inner_programs(eqn):
                 if id(inner) in seen:
                     repeated.add(id(inner))
                 else:
@@ -257,14 +255,17 @@ WITHOUT_PROGRAMS = frozenset(
 )
 
 
-def _inner_jaxprs(eqn: Any) -> Iterator[core.Jaxpr]:
-    # `jit`, the most frequent call, has many parameters; only "jaxpr" holds a jaxpr.
-    params = eqn.params
-    values = (params["jaxpr"],) if eqn.primitive.name in ("jit", "pjit") else params.values()
-    for value in values:
+def inner_programs(eqn: core.JaxprEqn) -> Sequence[core.Jaxpr]:
+    """Returns the programs that an equation holds."""
+    if eqn.primitive.name in WITHOUT_PROGRAMS:
+        return ()
+    if eqn.primitive.name == "jit":
+        # The most frequent equation with a jaxpr; its other parameters take long to search.
+        return (eqn.params["jaxpr"],)
+    found = []
+    for value in eqn.params.values():
         # A call has one jaxpr, a conditional a tuple of jaxprs.
         for inner in value if isinstance(value, (tuple, list)) else (value,):
-            if isinstance(inner, core.ClosedJaxpr):
-                yield inner.jaxpr
-            elif isinstance(inner, core.Jaxpr):
-                yield inner
+            if isinstance(inner, core.Jaxpr):
+                found.append(inner)
+    return found

@@ -200,10 +200,7 @@ class _GatedLinear(LinearOp[_Call, GatedLinear, jax.Array]):
         # Rows of a row of the shared residual stay together.
         row = "r" if arrays.shared is None else "(r t)"
         rows, out = f"{row} n h" if arrays.a.ndim == 3 else f"{row} c", f"{row} f"
-        names = GatedLinear(rows, rows, "s", "s", "k f", out, "words", "r f")
-        names = GatedLinear(
-            *(None if x is None else name for name, x in zip(names, arrays, strict=True))
-        )
+        names = GatedLinear._make((rows, rows, "s", "s", "k f", out, "words", "r f"))
         return Named(names, out, {"r": "rows", "f": "columns"})
 
     def part(

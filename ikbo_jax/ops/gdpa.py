@@ -326,23 +326,15 @@ class _Gdpa(Op[_Call, Arrays, _Results]):
         return _without_rule(call), one  # filler sequences have no targets
 
     def named(self, call: _Call, arrays: Arrays) -> Named:
-        index = [
-            None if array is None else name
-            for array, name in zip(arrays[3:6], ("offsets_q", "offsets_kv", "index"), strict=True)
-        ]
         activations = call.settings.activations
         has_lse = call.return_residuals and "softmax" in activations
         # Heads with activations of their own are different programs on different devices.
         can_split = len(set(activations)) == 1
         rows = "rows" if not call.settings.broadcast_q else "out_rows"
-        seen = None if arrays.intervals is None else f"{rows} ends"
-        rule = [
-            None if array is None else name
-            for array, name in zip(arrays[7:], ("targets", "contextual"), strict=True)
-        ]
-        operands: Any = ("rows (k g) h", "s k h", "s k h", *index, seen, *rule)
+        offsets = "offsets_q", "offsets_kv", "index"
+        seen = f"{rows} ends", "targets", "contextual"
         return Named(
-            Arrays(*operands),
+            Arrays._make(("rows (k g) h", "s k h", "s k h", *offsets, *seen)),
             (f"{rows} (k g) h", f"{rows} (k g)" if has_lse else None),
             ({"rows": "queries"} if not call.settings.broadcast_q else {})
             | ({"k": "heads"} if can_split else {}),

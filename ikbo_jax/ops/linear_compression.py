@@ -121,9 +121,9 @@ def multilevel_linear_compression(
 
     Args:
       terms: at least one `Term`, coarsest first: weights [M, K_l] (`pad_weight` saves their copy in
-        every call), embeddings [B_l, K_l, N] of one
-        dtype, and from the second term on `parent` [B_l] int32 with values in [0, B_{l-1}), clamped
-        to that range. B_{l-1} = 0 requires B_l = 0.
+        every call), embeddings [B_l, K_l, N] of one dtype, and from the second term on `parent`
+        [B_l] int32 with values in [0, B_{l-1}), clamped to that range. B_{l-1} = 0 requires
+        B_l = 0.
       implementation: as in `linear_compression`.
       config: likewise.
 
@@ -134,15 +134,11 @@ def multilevel_linear_compression(
 
     Raises:
       ValueError: `terms` is empty; a rank, size, dtype or parent is wrong; the first term has a
-        parent or a later term has none; a level is empty but a finer one is not; `implementation`
-        is unknown; `config` is of none of the kernels' classes, or `implementation` is "xla" and
-        `config` not None.
-      NotImplementedError: implementation="mosaic_gpu", but the kernel cannot run on this device, or
-        with these sizes, this dtype or this `config`; forward-mode differentiation. The message
-        says why.
+        parent or a later term has none; a level is empty but a finer one is not; or of
+        `implementation` and `config` as for `linear_compression`.
+      NotImplementedError: as for `linear_compression`.
 
-    Source: Meta IKBO, "linear compression embedding", published by Meta on the PyTorch blog; levels
-    generalise the user and candidate of that publication.
+    Source: as of `linear_compression`; levels generalise that publication's user and candidate.
     """
     if isinstance(terms, Term) or not isinstance(terms, Iterable):
         raise ValueError(

@@ -256,16 +256,8 @@ class _NormLinear(LinearOp[_Call, NormLinear, Projected]):
         is_even = len({w.shape[1] for w in arrays.weights}) == 1
         tails = [["n", *tail[1:]] if is_even else tail for tail in tails]
         out = tuple(" ".join(["r", *tail]) for tail in tails)
-        names = NormLinear(
-            "r f",
-            None if arrays.norm_scale is None else "f",
-            None if arrays.norm_bias is None else "f",
-            tuple(" ".join(["f", *tail]) for tail in tails),
-            tuple(
-                None if bias is None else " ".join(tail)
-                for bias, tail in zip(arrays.biases, tails, strict=True)
-            ),
-        )
+        weights = tuple(" ".join(["f", *tail]) for tail in tails)
+        names = NormLinear("r f", "f", "f", weights, tuple(map(" ".join, tails)))
         results = Projected(out)
         if call.return_residuals:
             activated = zip(call.activations, out, strict=True)

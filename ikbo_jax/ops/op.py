@@ -72,6 +72,7 @@ class Pulled[A, R](NamedTuple):
 class Named(NamedTuple):
     """Names of the dimensions of an op's arrays and results, see `partition.dimensions`.
 
+    An array that a call lacks may have names, too.
     `split` has the dimensions that can be divided over devices, and what `explain` calls them.
     """
 
@@ -214,7 +215,7 @@ class Op[C: Call, A, R](abc.ABC):
         return self._by_platform(self._divided_on_platform, call, plan, arrays)
 
     def _divided_on_platform(self, call: C, plan: dispatch.Plan, arrays: A) -> R:
-        named = self.named(call, arrays)
+        named = self._named(call, arrays)
 
         def local(parts: A, division: Division | None) -> R:
             if division is None:
@@ -227,6 +228,12 @@ class Op[C: Call, A, R](abc.ABC):
 
         operands = (named.arrays, arrays)
         return _run_divided(local, (plan, call), operands, named.results, named.split)
+
+    def _named(self, call: C, arrays: A) -> Named:
+        """Names the dimensions of the arrays that a call has, and of its results."""
+        named = self.named(call, arrays)
+        of_given = jax.tree.map(lambda name, x: None if x is None else name, named.arrays, arrays)
+        return named._replace(arrays=of_given)
 
     def part(self, call: C, arrays: A, division: Division) -> Part[C, A, R]:
         """Makes one device's part of a call, from its part of the arrays."""
@@ -311,7 +318,7 @@ class Op[C: Call, A, R](abc.ABC):
         """Computes the gradients of the arrays, from what `_forward` saved and the cotangents."""
         saved, cotangents = operands
         arrays, _ = saved
-        named = self.named(self.for_gradient(call), arrays)
+        named = self._named(self.for_gradient(call), arrays)
         names = (named.arrays, self.residuals(named.results), self.visible(call, named.results))
         gradient_names = jax.tree.map(
             lambda name, x: name if jnp.issubdtype(x.dtype, jnp.floating) else None,

@@ -18,7 +18,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import jaxpr_as_fun
 from jax.interpreters import mlir
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
@@ -273,13 +272,7 @@ def run_kernel(fn: Callable[..., Any], *arrays: Any) -> Any:
 device_p = by_xla.jaxpr_primitive("ikbo_device")
 
 
-def _lower_device(ctx: Any, *arrays: Any, jaxpr: Any) -> Any:
-    plain = ctx.replace(avals_in=jaxpr.in_avals, avals_out=jaxpr.out_avals)
-    with jax.sharding.use_abstract_mesh(by_xla.NO_MESH):
-        return mlir.lower_fun(jaxpr_as_fun(jaxpr))(plain, *arrays)
-
-
-mlir.register_lowering(device_p, _lower_device)
+mlir.register_lowering(device_p, by_xla.lower_without_mesh)
 
 
 @device_p.def_abstract_eval

@@ -201,6 +201,24 @@ def merged(part: Sequence[tuple[int, Checked]], buckets: Buckets) -> Batch:
     )
 
 
+def check_counts(counts: npt.NDArray[Any], users: int, candidates: int, buckets: Buckets) -> None:
+    """Raises BadRequestError unless every user has a count, and the counts sum to `candidates`."""
+    numbers = np.issubdtype(counts.dtype, np.integer) or not counts.size
+    if counts.shape != (users,) or not numbers:
+        raise BadRequestError(
+            f"counts has shape {counts.shape} and dtype {counts.dtype}, expected integers of shape "
+            f"{(users,)}, one for every user"
+        )
+    most = buckets.candidates[-1]
+    wrong = np.flatnonzero((counts < 0) | (counts > most))
+    if wrong.size:
+        raise BadRequestError(f"counts[{wrong[0]}] is {counts[wrong[0]]}, expected 0 to {most}")
+    if candidates != counts.sum():
+        raise BadRequestError(
+            f"there are {candidates} candidates, but the counts sum to {counts.sum()}"
+        )
+
+
 def check_hashable(keys: Sequence[tuple[Hashable, Hashable]]) -> None:
     """Raises BadRequestError unless all users and versions are hashable."""
     try:

@@ -234,15 +234,11 @@ class HistoryScorer(BatchScorer):
 
     def _run_every_program(self) -> None:
         for sizes, inputs in self._append_inputs.items():
-            packed, arrays = inputs.empty()
-            for array in arrays:
-                array[...] = 0
+            packed, arrays = inputs.empty(np.zeros)
             arrays[3][...] = PADDING
             self._pool.leaves = self._append[sizes](self._weights, self._pool.leaves, packed)
         for bucket, inputs in self._score_inputs.items():
-            packed, arrays = inputs.empty()
-            for array in arrays:
-                array[...] = 0
+            packed, arrays = inputs.empty(np.zeros)
             # Kernels read as many keys as the longest histories have.
             arrays[1][...] = self._pool.most * self._pool.page
             arguments = self._weights, self._pool.leaves, packed

@@ -13,11 +13,11 @@ import numpy.typing as npt
 from ikbo_jax.serving.answers import Answer, PendingScores, Scores
 from ikbo_jax.serving.base import BatchScorer
 from ikbo_jax.serving.batches import (
-    BadRequestError,
     Buckets,
     Form,
     Request,
     Tree,
+    check_counts,
     check_hashable,
     check_size,
     fitting_parts,
@@ -115,7 +115,9 @@ def rank_arrays(
     """
     ids = users.tolist() if isinstance(users, np.ndarray) else list(users)
     sizes = np.asarray(counts)
-    _check(scorer, ids, sizes, candidates)
+    check_hashable([(user, version) for user in ids])
+    leaves = Form(scorer.specs.candidate, "candidates").leaves_of(candidates, stacked=True)
+    check_counts(sizes, len(ids), len(leaves[0]), scorer.buckets)
     asked = np.flatnonzero(sizes)
     if len(asked) < len(ids):
         ids, sizes = [ids[n] for n in asked.tolist()], sizes[asked]
@@ -128,28 +130,6 @@ def rank_arrays(
 
     for rows, pending in _later(started(), ahead):
         yield rows, pending.scores()
-
-
-def _check(
-    scorer: Scorer, users: list[Hashable], counts: npt.NDArray[Any], candidates: Tree
-) -> None:
-    """Checks the arguments of `rank_arrays`."""
-    check_hashable([(user, 0) for user in users])
-    leaves = Form(scorer.specs.candidate, "candidates").leaves_of(candidates, stacked=True)
-    numbers = np.issubdtype(counts.dtype, np.integer) or not counts.size
-    if counts.shape != (len(users),) or not numbers:
-        raise BadRequestError(
-            f"counts has shape {counts.shape} and dtype {counts.dtype}, expected integers of shape "
-            f"{(len(users),)}, one for every user"
-        )
-    if len(leaves[0]) != counts.sum():
-        raise BadRequestError(
-            f"there are {len(leaves[0])} candidates, but the counts sum to {counts.sum()}"
-        )
-    most = scorer.buckets.candidates[-1]
-    wrong = np.flatnonzero((counts < 0) | (counts > most))
-    if wrong.size:
-        raise BadRequestError(f"counts[{wrong[0]}] is {counts[wrong[0]]}, expected 0 to {most}")
 
 
 def _full_calls(

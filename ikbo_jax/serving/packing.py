@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -56,12 +56,12 @@ class Packing:
         """Returns the arrays: views of NumPy arrays, or slices in a traced function."""
         return [packed[n][start:stop].reshape(shape) for n, start, stop, shape in self._pieces]
 
-    def empty(self) -> tuple[list[Array], list[Array]]:
-        """Allocates packed arrays; returns them and the arrays as views.
+    def empty(self, make: Callable[..., Array] = np.empty) -> tuple[list[Array], list[Array]]:
+        """Allocates packed arrays by `make`; returns them and the arrays as views.
 
         Every call needs new arrays: the device may read them until the call has ended.
         """
-        packed = [np.empty(spec.shape, spec.dtype) for spec in self.packed]
+        packed = [make(spec.shape, spec.dtype) for spec in self.packed]
         return packed, self.unpacked(packed)
 
 

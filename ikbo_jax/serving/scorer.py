@@ -19,10 +19,11 @@ from ikbo_jax.serving.batches import (
     Buckets,
     Form,
     Tree,
+    check_counts,
     check_hashable,
     check_size,
 )
-from ikbo_jax.serving.packing import Column, Packing, fill
+from ikbo_jax.serving.packing import Column, fill
 from ikbo_jax.serving.programs import Model, Programs, check_finite, specs_of
 
 #: Returns the features of one user; of n keys (user, version), as arrays [n, ...].
@@ -249,16 +250,15 @@ class Scorer(BatchScorer):
     def _run_every_program(self) -> None:
         """Runs every program once, so that no request waits for what a first run allocates."""
         for users, encode in self._programs.encode.items():
-            packed, (at, *features) = self._programs.encode_inputs[users].empty()
+            packed, (at, *_) = self._programs.encode_inputs[users].empty(np.zeros)
             self._written_nowhere(at)
-            for array in features:
-                array[...] = 0
             self._pool = encode(self._weights, self._pool, packed)
         for bucket, score in self._programs.score.items():
-            packed = _zeros(self._programs.score_inputs[bucket])
+            packed, _ = self._programs.score_inputs[bucket].empty(np.zeros)
             self.call_seconds[bucket] = seconds_of(score, self._weights, self._pool, packed)
         for bucket, joint in self._programs.joint.items():
-            np.asarray(joint(self._weights, _zeros(self._programs.joint_inputs[bucket])))
+            packed, _ = self._programs.joint_inputs[bucket].empty(np.zeros)
+            np.asarray(joint(self._weights, packed))
 
     def _written_nowhere(self, at: npt.NDArray[np.int32]) -> None:
         """Fills `at` with different slots past the end of the pool."""
@@ -293,20 +293,11 @@ class Scorer(BatchScorer):
         columns = self._candidate_form.leaves_of(candidates, stacked=True)
         keys = [(user, version) for user in users]
         counts = np.asarray(counts)
-        if counts.ndim != 1 or (counts.size and not np.issubdtype(counts.dtype, np.integer)):
-            raise BadRequestError(
-                f"counts has shape {counts.shape} and dtype {counts.dtype}, expected integers of "
-                f"shape {(len(keys),)}, one for every user"
-            )
-        filled, summed = len(columns[0]), int(np.sum(counts))
-        if filled != summed or not filled:
-            raise BadRequestError(f"there are {filled} candidates, but the counts sum to {summed}")
-        if len(keys) != len(counts):
-            raise BadRequestError(f"there are {len(keys)} users, but {len(counts)} counts")
-        if counts.min() < 0:
-            at = int(counts.argmin())
-            raise BadRequestError(f"counts[{at}] is {counts[at]}, expected at least 0")
+        filled = len(columns[0])
+        check_counts(counts, len(keys), filled, self.buckets)
         check_hashable(keys)
+        if not filled:
+            raise BadRequestError("there are 0 candidates")
         counts = counts.astype(np.int64)  # NumPy repeats no row an unsigned number of times
         rows, bucket = np.arange(len(keys)), self.buckets.fitting(filled, len(keys))
         batch = Batch(keys, [()] * len(keys), rows, counts, columns, filled, bucket, rows)
@@ -369,7 +360,3 @@ class Scorer(BatchScorer):
             for array, column in zip(columns, features, strict=True):
                 fill(array, column[start : start + len(part)], stack=True)
             self._pool = self._programs.encode[bucket](self._weights, self._pool, packed)
-
-
-def _zeros(inputs: Packing) -> list[npt.NDArray[Any]]:
-    return [np.zeros(spec.shape, spec.dtype) for spec in inputs.packed]

@@ -13,7 +13,7 @@ from problems import random_array
 from benchmarks import harness, ranking, records, report, timing
 from benchmarks.harness import Point
 from benchmarks.records import provider_of
-from ikbo_jax import demo, demo_ranking
+from ikbo_jax import demo_ranking
 from ikbo_jax.cases import ranking as cases
 from ikbo_jax.models import ranking as ranking_model
 
@@ -21,7 +21,9 @@ pytestmark = pytest.mark.slow
 
 REAL_INPUTS = ranking.inputs_of
 SHORT = harness.Protocol(window_s=0.001, rounds=1, matmul_size=0)
-SIZES = demo_ranking.sizes_of(demo.Request(12, 3, 9, 8, 7, 11, "float32"), 1)
+SIZES = demo_ranking.sizes_of(
+    candidates=12, users=3, layers=1, compressed=9, width=8, cand_tokens=7, user_rows=11
+)
 
 
 @functools.cache

@@ -22,6 +22,9 @@ from ikbo_jax.problems import LinearCompressionConfig
 
 SIZES = ["--m", "9", "--n", "8", "--k-cand", "7", "--k-user", "11"]
 TINY = ["demo", "--candidates", "24", "--users", "5", *SIZES, "--layers", "1", "--explain"]
+TINY_SIZES = demo_ranking.sizes_of(
+    candidates=24, users=5, layers=1, compressed=9, width=8, cand_tokens=7, user_rows=11
+)
 RUN_EVERYWHERE = ["1  materialised", "1b aligned K", "2  decomposed"]
 KERNELS = ["3 fused", "4 single launch"]
 ESCAPE = "\x1b"
@@ -37,9 +40,9 @@ RUN = {demo: demo.run, demo_attention: demo_attention.run}
 
 
 @functools.cache
-def report_of(module, request):
+def report_of(module, sizes, seed):
     """What a part of the demo reports, computed once for the tests that leave it as it is."""
-    return programs.run_parts([RUN[module](request)])[0]
+    return programs.run_parts([RUN[module](sizes, seed)])[0]
 
 
 @pytest.fixture
@@ -52,12 +55,12 @@ def untimed(monkeypatch):
 @pytest.fixture
 def attention_as_it_is(untimed, monkeypatch):
     ran = functools.partial(report_of, demo_attention)
-    monkeypatch.setattr(demo_attention, "run", lambda asked, **_: as_part(ran(asked)))
+    monkeypatch.setattr(demo_attention, "run", lambda *asked, **_: as_part(ran(*asked)))
 
 
 @pytest.fixture
 def compression_as_it_is(untimed, monkeypatch):
-    monkeypatch.setattr(demo, "run", lambda asked, **_: as_part(report_of(demo, asked)))
+    monkeypatch.setattr(demo, "run", lambda *asked, **_: as_part(report_of(demo, *asked)))
 
 
 def run_once(fn, *args, **kwargs):
@@ -177,8 +180,7 @@ def test_the_network_is_held_to_its_oracle(untimed, monkeypatch):
         },
     )
     monkeypatch.setattr(demo_ranking, "oracle", lambda *inputs: jnp.ones((24, 2)))
-    request = demo.Request(24, 5, 9, 8, 7, 11, "float32")
-    (report,) = programs.run_parts([demo_ranking.run(demo_ranking.sizes_of(request, 1), 0)])
+    (report,) = programs.run_parts([demo_ranking.run(TINY_SIZES, 0)])
     assert {m.stage.name: m.agrees for m in report.measured} == {
         "rewritten": True,
         "materialised": True,
@@ -190,8 +192,7 @@ def test_the_network_is_held_to_its_oracle(untimed, monkeypatch):
 
 @pytest.mark.parametrize("k_user", [1, 2, 3, 11, 295, 1178])
 def test_the_network_takes_any_rows_of_a_user(k_user: int) -> None:
-    request = dataclasses.replace(demo.SMALL, k_user=k_user)
-    sizes = demo_ranking.sizes_of(request)
+    sizes = demo_ranking.sizes_of(user_rows=k_user)
     assert sizes.user_rows == k_user
     assert sizes.pooled >= 1
     assert min(sizes.user_tokens, sizes.dense_tokens) >= 0
@@ -367,7 +368,7 @@ def test_progress_on_a_terminal_is_one_line(monkeypatch):
     ("counts", "said"), [([24], "(all of one user)"), ([20, 4], "(4 to 20 per user)")]
 )
 def test_a_request_is_described_by_its_candidates_per_user(counts, said, capsys):
-    cli_demo.print_request(demo.Request(24, len(counts), 9, 8, 7, 11, "float32"), counts)
+    cli_demo.print_request(dataclasses.replace(TINY_SIZES, users=len(counts)), 0, counts)
     assert said in capsys.readouterr().out
 
 
@@ -418,9 +419,8 @@ def test_attention_runs_the_kernel_where_it_can(untimed, monkeypatch, fake_atten
     # There is no cuDNN beside the fake kernel.
     materialised = cases.attention.materialised
     monkeypatch.setattr(cases.attention, "materialised_cudnn", materialised)
-    ranking = dataclasses.replace(demo.SMALL, candidates=24, users=5, dtype="float16")
-    request = demo_attention.Request(ranking, q_len=2, kv_len=16, heads=2, head_dim=64)
-    (report,) = programs.run_parts([demo_attention.run(request)])
+    sizes = dataclasses.replace(TINY_SIZES, queries=2, history=16, head_dim=64, dtype="float16")
+    (report,) = programs.run_parts([demo_attention.run(sizes, 0)])
     assert report.agree
     assert [m.stage.name[:2] for m in report.measured] == ["1 ", "1b", "2 ", "3 "]
     assert report.not_run == ()

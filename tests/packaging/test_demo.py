@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from offline import modules_in
 from processes import heeding_interrupts
-from test_cli import TINY
+from test_cli import TINY, TINY_SIZES
 
 import ikbo_jax as ikbo
 from ikbo_jax import cli, demo, demo_attention, demo_ranking
@@ -145,13 +145,12 @@ def test_a_folder_that_cannot_be_made_is_said_and_not_fatal(tmp_path):
 @pytest.mark.slow
 def test_programs_load_again_after_a_change_that_leaves_them_alike(tmp_path, monkeypatch):
     """A program from JAX's own cache, stored and loaded, lacked its functions on a CPU."""
-    request = demo.Request(24, 5, 9, 8, 7, 11, "float32")
 
     def first_words() -> set[str]:
         """Runs the demo; says whether its programs were compiled or loaded."""
         said: list[str] = []
         jax.clear_caches()  # what was compiled before is in memory
-        part = demo.run(request, on_progress=said.append)
+        part = demo.run(TINY_SIZES, 0, on_progress=said.append)
         (report,) = demo.run_parts([part], said.append)
         assert report.agree
         assert len(report.measured) == 3
@@ -287,8 +286,7 @@ def test_the_least_recently_used_goes_first(tmp_path, monkeypatch):
 
 
 def test_one_program_makes_the_inputs_that_the_functions_make():
-    sizes = demo_ranking.sizes_of(demo.Request(24, 5, 9, 8, 7, 11, "float32"), 1)
-    number = demo.seed_bits(3)
+    sizes, number = TINY_SIZES, demo.seed_bits(3)
     drawn = jax.jit(functools.partial(ranking.draw_request, sizes))(number)
     request = ranking.make_request(sizes, 3)
     for made, expected in zip(drawn, request[:4], strict=True):
@@ -329,32 +327,40 @@ def test_ctrl_c_ends_with_a_sentence():
 
 
 def test_requests_are_seeded_and_ragged():
-    request = demo.FULL
-    counts = demo.candidate_counts(request)
-    assert counts.sum() == request.candidates
+    counts = ranking.candidate_counts(ranking.Sizes())
+    assert counts.sum() == ranking.Sizes().candidates
     assert len(set(counts.tolist())) > 1
-    np.testing.assert_array_equal(counts, demo.candidate_counts(request))
-    assert (counts != demo.candidate_counts(dataclasses.replace(request, seed=1))).any()
+    np.testing.assert_array_equal(counts, ranking.candidate_counts(ranking.Sizes()))
+    assert (counts != ranking.candidate_counts(ranking.Sizes(), 1)).any()
 
 
 def test_inputs_have_the_sizes_of_the_request():
-    request = dataclasses.replace(demo.SMALL, dtype="float16")
-    inputs = jax.eval_shape(lambda: demo.make_inputs(request)).arguments
+    sizes = dataclasses.replace(ranking.SMALL, dtype="float16")
+    inputs = jax.eval_shape(lambda: demo.make_inputs(sizes, 0)).arguments
     w_cand, w_user, e_cand, e_user, cand_to_user = inputs
-    assert w_cand.shape == (request.m, request.k_cand)
-    assert w_user.shape == (request.m, request.k_user)
-    assert e_cand.shape == (request.candidates, request.k_cand, request.n)
-    assert e_user.shape == (request.users, request.k_user, request.n)
-    assert cand_to_user.shape == (request.candidates,)
+    assert w_cand.shape == (sizes.compressed, sizes.cand_tokens)
+    assert w_user.shape == (sizes.compressed, sizes.user_rows)
+    assert e_cand.shape == (sizes.candidates, sizes.cand_tokens, sizes.width)
+    assert e_user.shape == (sizes.users, sizes.user_rows, sizes.width)
+    assert cand_to_user.shape == (sizes.candidates,)
     assert cand_to_user.dtype == jnp.int32
     assert {x.dtype for x in inputs[:4]} == {jnp.dtype(jnp.float16)}
+
+
+#: Every size is 1; a user has one row.
+ONES = ranking.Sizes(
+    **{
+        field.name: 0 if field.name in ("dense_tokens", "user_tokens") else 1
+        for field in dataclasses.fields(ranking.Sizes)
+        if field.name != "dtype"
+    }
+)
 
 
 def test_bytes_moved_are_counted_by_hand():
     # One candidate of one user, every size 1, bfloat16: two weights, two embeddings, one output,
     # the index; the user's float32 partial result goes out and comes back.
-    request = demo.Request(1, 1, 1, 1, 1, 1, "bfloat16")
-    moved = {stage.name.split(maxsplit=1)[1]: stage.bytes_moved for stage in demo.stages(request)}
+    moved = {stage.name.split(maxsplit=1)[1]: stage.bytes_moved for stage in demo.stages(ONES)}
     inputs_and_output = 2 * 5 + 4
     assert moved == {
         "materialised": inputs_and_output + 2 * 2 * 2,
@@ -364,15 +370,14 @@ def test_bytes_moved_are_counted_by_hand():
         "single launch": inputs_and_output + 2 * 4,
     }
     # Each stage of the full request moves less.
-    moved = [stage.bytes_moved for stage in demo.stages(demo.FULL)]
+    moved = [stage.bytes_moved for stage in demo.stages(ranking.Sizes())]
     assert moved[1] > moved[0] > moved[2] > moved[3] == moved[4]
 
 
 def test_what_attention_moves_is_counted_by_hand():
     # Every size 1, bfloat16: query, key, value, result and the index; a copied key and value goes
     # out and comes back.
-    ranking = demo.Request(1, 1, 1, 1, 1, 1, "bfloat16")
-    found = demo_attention.stages(demo_attention.Request(ranking, 1, 1, 1, 1))
+    found = demo_attention.stages(ONES)
     moved = {stage.name.split(maxsplit=1)[1]: stage.bytes_moved for stage in found}
     assert moved["materialised"] == 4 * 2 + 4 + 4 * 2
     assert moved["decomposed"] == moved["fused"] == 4 * 2 + 4

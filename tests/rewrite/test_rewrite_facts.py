@@ -12,7 +12,7 @@ from jax.extend import core
 from lookalikes import with_slope
 
 from ikbo_jax.reference.activations import ACTIVATIONS, SOFTMAX
-from ikbo_jax.rewrite.facts import activations, curves, proofs
+from ikbo_jax.rewrite.facts import activations, curves, masks, proofs
 from ikbo_jax.rewrite.interpret import Context
 from ikbo_jax.rewrite.values.scope import Scope
 
@@ -257,35 +257,28 @@ def test_possible_values() -> None:
 
 
 def test_positions_count_up_only_if_they_are_0_1_2() -> None:
-    def counts_up(value, size=5):
-        return told(lambda ctx, _: proofs.counts_up(ctx, value, size), lambda: jnp.ones(()))
+    def counts_up(value, dim=0):
+        return told(lambda ctx, _: proofs.counts_along(ctx, value, dim), lambda: jnp.ones(()))
+
+    def counted(fn, dim=0):
+        return told(proofs.counts_along, fn, more=(dim,))
 
     assert counts_up(np.arange(5))
-    assert counts_up(np.arange(5)[None, :, None])
+    assert counts_up(np.arange(5)[None, :, None], 1)
+    assert counts_up(np.broadcast_to(np.arange(5), (3, 5)), 1)
     for other in (np.arange(5)[::-1], 1 + np.arange(5), np.zeros(5), 2 * np.arange(5)):
         assert not counts_up(other)
-    assert not counts_up(np.arange(5), 4)
-    assert told(proofs.counts_up, lambda: lax.iota("int32", 5)[None], more=(5,))
+    assert not counts_up(np.arange(15).reshape(3, 5), 1)
+    assert counted(lambda: lax.iota("int32", 5)[None], 1)
     # A reshape after a transpose shuffles them.
-    assert not told(
-        proofs.counts_up, lambda: lax.iota("int32", 6).reshape(2, 3).T.reshape(6), more=(6,)
-    )
+    assert not counted(lambda: lax.iota("int32", 6).reshape(2, 3).T.reshape(6))
     for dtype, size, expected in (
         *(("int8", 128, True), ("int8", 129, False), ("uint8", 256, True), ("uint8", 257, False)),
         *(("bfloat16", 257, True), ("bfloat16", 258, False), ("float16", 2049, True)),
     ):
-        cast = told(
-            proofs.counts_up, lambda n=size, d=dtype: lax.iota("int32", n).astype(d), more=(size,)
-        )
-        assert (
-            cast
-            == expected
-            == told(proofs.counts_up, lambda n=size, d=dtype: lax.iota(d, n), more=(size,))
-        )
-    grid = told(
-        proofs.counts_up, lambda: lax.broadcasted_iota("int32", (2, 3), 1).reshape(6), more=(6,)
-    )
-    assert not grid
+        cast = counted(lambda n=size, d=dtype: lax.iota("int32", n).astype(d))
+        assert cast == expected == counted(lambda n=size, d=dtype: lax.iota(d, n))
+    assert not counted(lambda: lax.broadcasted_iota("int32", (2, 3), 1).reshape(6))
 
 
 @pytest.mark.parametrize(
@@ -293,38 +286,38 @@ def test_positions_count_up_only_if_they_are_0_1_2() -> None:
     [
         (lambda at, n: at < n, True),
         (lambda at, n: n > at, True),
-        (lambda at, n: at <= n, False),
-        (lambda at, n: n >= at, False),
+        (lambda at, n: at <= n, True),
+        (lambda at, n: n >= at, True),
         (lambda at, n: at > n, False),
         (lambda at, n: n < at, False),
         (lambda at, n: at == n, False),
         (lambda at, n: (at < n) & np.ones((3, 5), bool), True),
         (lambda at, n: (at < n) & np.eye(3, 5, dtype=bool), False),
-        (lambda at, n: (at < n) | np.ones((3, 5), bool), False),
+        (lambda at, n: (at < n) & (at < 2 * n), True),
+        (lambda at, n: (at < n) | np.eye(3, 5, dtype=bool), False),
         (lambda at, n: at[:, ::-1] < n, False),
     ],
 )
 def test_lengths(fn, is_length: bool) -> None:
     at = np.arange(5)[None]
-    found = told(proofs.lengths, lambda n: fn(at, n), ints(3, 1), more=((0, 1), 3, 5))
-    assert (found is not None) == is_length
+    assert told(masks.keeps_first, lambda n: fn(at, n), ints(3, 1), more=(True, 1)) == is_length
+    found = told(masks.keeps_first, lambda n: ~fn(at, n), ints(3, 1), more=(False, 1))
+    assert found == is_length
 
 
 @pytest.mark.parametrize(
-    ("fn", "dims", "is_length"),
+    ("fn", "dim", "is_length"),
     [
-        (lambda n: np.arange(4)[None] < n[:, None], (0, 1), True),
-        (lambda n: np.arange(4)[None] < n[:, None], (1, 0), False),
-        (lambda n: np.arange(4)[:, None] < n[None], (0, 1), False),
-        (lambda n: (np.arange(4)[:, None] < n[None]).T, (0, 1), True),
-        (lambda n: (np.arange(4) < n[:, None]).T, (0, 1), False),
-        (lambda n: (np.arange(4) < n[:, None])[:, None], (0, 2), True),
-        (lambda n: (np.arange(4) < n[:, None])[:, None], (2, 0), False),
-        (lambda n: (np.arange(4) < n[:, None]).reshape(1, 4, 4), (1, 2), True),
-        (lambda n: (np.arange(4) < n[:, None]).reshape(1, 4, 4), (2, 1), False),
-        (lambda n: (np.arange(4) < n)[:, None], (0, 1), False),
+        (lambda n: np.arange(4)[None] < n[:, None], 1, True),
+        (lambda n: np.arange(4)[None] < n[:, None], 0, False),
+        (lambda n: np.arange(4)[:, None] < n[None], 1, False),
+        (lambda n: (np.arange(4)[:, None] < n[None]).T, 1, True),
+        (lambda n: (np.arange(4) < n[:, None]).T, 1, False),
+        (lambda n: (np.arange(4) < n[:, None])[:, None], 2, True),
+        (lambda n: (np.arange(4) < n[:, None])[:, None], 0, False),
+        (lambda n: (np.arange(4) < n[:, None]).reshape(1, 4, 4), 2, True),
+        (lambda n: (np.arange(4) < n[:, None]).reshape(1, 4, 4), 1, False),
     ],
 )
-def test_lengths_of_as_many_users_as_keys(fn, dims, is_length: bool) -> None:
-    found = told(proofs.lengths, fn, ints(4), more=(dims, 4, 4))
-    assert (found is not None) == is_length
+def test_lengths_of_as_many_users_as_keys(fn, dim: int, is_length: bool) -> None:
+    assert told(masks.keeps_first, fn, ints(4), more=(True, dim)) == is_length

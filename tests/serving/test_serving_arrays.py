@@ -177,8 +177,8 @@ def test_one_call_of_arrays_is_checked(request, kind):
     item = {"item": np.zeros(2, np.int32)}
     for users, counts, message in (
         ([1], [3], "2 candidates, but the counts sum to 3"),
-        ([1], [1, 1], "1 users, but 2 counts"),
-        ([1, 2], [3, -1], r"counts\[1\] is -1, expected at least 0"),
+        ([1], [1, 1], r"counts has shape \(2,\).*expected integers of shape \(1,\)"),
+        ([1, 2], [3, -1], r"counts\[1\] is -1, expected 0 to"),
         ([1, 2], [1.0, 1.0], r"dtype float64, expected integers of shape \(2,\)"),
         ([1, 2], [[1], [1]], r"counts has shape \(2, 1\)"),
         ([1] * 4, [1, 1, 0, 0], "2 candidates of 4 users but the largest bucket has"),

@@ -14,13 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from ikbo_jax.rewrite.attention.blocks import Blocks, arranged_array
-from ikbo_jax.rewrite.attention.scores import BATCH, HEAD, KEY, QUERY, Fill, Scores
+from ikbo_jax.rewrite.attention.scores import BATCH, DTYPES, HEAD, KEY, QUERY, Fill, Scores
 from ikbo_jax.rewrite.values import staged
 from ikbo_jax.rewrite.values.lineage import base_of, has_lineage, is_plain, origins_of, spread
 from ikbo_jax.rewrite.values.registry import NotCovered
-
-#: The dtypes of a bias that the op takes.
-_DTYPES = ("bfloat16", "float16", "float32")
 
 
 def added(
@@ -32,7 +29,7 @@ def added(
         raise NotCovered(f"attention is not recognised: something is added to its {scores.stage}")
     dtype = eqn.outvars[0].aval.dtype
     if isinstance(root, Blocks):
-        if str(dtype) not in _DTYPES or bias.dtype != dtype:
+        if dtype not in DTYPES or bias.dtype != dtype:
             raise NotCovered(f"attention is not recognised: biases of {bias.dtype} and {dtype}")
         root = root.biased(scores, bias, subtracts=subtracts)
         return scores.then(eqn, operands, root=root)
@@ -45,7 +42,7 @@ def added(
         if fill.added is None or fill.seen is not None:
             raise NotCovered("attention is not recognised: a bias is added to masked logits")
         biases.append(jnp.where(fill.kept, 0, fill.value).astype(fill.added)[:, None, None])
-    if str(dtype) not in _DTYPES or any(x.dtype != dtype for x in biases):
+    if dtype not in DTYPES or any(x.dtype != dtype for x in biases):
         raise NotCovered(f"attention is not recognised: biases of {biases[-1].dtype} and {dtype}")
     total = sum(biases[1:], start=biases[0])
     root = dataclasses.replace(

@@ -25,8 +25,17 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ikbo_jax.rewrite.attention.scores import KEY, Fill, Label, Root, Scores, of_product
-from ikbo_jax.rewrite.facts import masks
+from ikbo_jax.rewrite.attention.scores import (
+    DTYPES,
+    KEY,
+    QUERY,
+    Fill,
+    Label,
+    Root,
+    Scores,
+    of_product,
+)
+from ikbo_jax.rewrite.facts import masks, proofs
 from ikbo_jax.rewrite.interpret import Context, shape_of
 from ikbo_jax.rewrite.values import lineage, staged
 from ikbo_jax.rewrite.values.lineage import Concat, Lazy
@@ -51,13 +60,15 @@ class Blocks(Root):
         def factors(ctx: Context, region: masks.Region) -> list[Any]:
             def found() -> list[Any]:
                 dim = labels.index((KEY, 0))
+                positions = [(KEY, 0) if label == (QUERY, 0) else label for label in labels]
                 return [
                     (
                         *block(ctx, x, keep),
                         masks.is_interval(ctx, x, keep, dim),
-                        (masks.source(ctx, x), keep),
+                        (id(source), names, keep),
                     )
                     for x, keep in masks.factors(ctx, mask, keeps, region)
+                    for source, names in [proofs.source_of_mask(ctx, x, positions)]
                 ]
 
             return ctx.scope.once(("factors", *key, region), (mask,), found)
@@ -145,7 +156,7 @@ def start(
     if not isinstance(query, (Concat, Lazy)) and not lineage.is_plain(query):
         return None
     (out,) = eqn.outvars
-    if str(key.dtype) not in ("bfloat16", "float16", "float32"):
+    if key.dtype not in DTYPES:
         return None
     if out.aval.dtype not in (key.dtype, jnp.float32):
         return None

@@ -12,6 +12,7 @@ from jax import lax
 
 from ikbo_jax.ops.linear_compression import Term, linear_compression, multilevel_linear_compression
 from ikbo_jax.rewrite.attention import blocks, products
+from ikbo_jax.rewrite.attention.scores import DTYPES
 from ikbo_jax.rewrite.interpret import Context, shape_of
 from ikbo_jax.rewrite.report import cost
 from ikbo_jax.rewrite.rules import one_hot, sums
@@ -291,7 +292,7 @@ def _compress(
     dtypes = {jnp.dtype(x.dtype) for pair in groups for x in pair}
     if len(dtypes) != 1 or (preferred is not None and jnp.dtype(preferred) not in dtypes):
         return None
-    if str(next(iter(dtypes))) not in ("bfloat16", "float16", "float32"):
+    if next(iter(dtypes)) not in DTYPES:
         return None
     if eqn.params["precision"] not in (None, (lax.Precision.DEFAULT, lax.Precision.DEFAULT)):
         return None

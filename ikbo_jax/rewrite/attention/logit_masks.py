@@ -129,19 +129,20 @@ def masked(ctx: Context, scores: Scores, mask: Any, keeps: bool, fill: Fill) -> 
     kept, lengths, seen, state = None, None, None, None
     users, keys = root.key.base.shape[:2]
     kinds = [label[0] for label in scores.labels]
-    dims = kinds.index(BATCH), kinds.index(KEY)
+    dim = kinds.index(KEY)
     for x, keep in by_user:
         base = arranged_array(kept_by(x.base, keep), scores.labels, [(BATCH, 0), (KEY, 0)])
         base = spread(base, (users, keys))
         kept = base if kept is None else kept & base
-    if len(by_user) == 1 and by_user[0][1]:
-        lengths = proofs.lengths(ctx, by_user[0][0], dims, users, keys)
-    if lengths is not None:
-        last = min(keys, int(jnp.iinfo(lengths.dtype).max))
-        bounds = np.array([0, last], lengths.dtype)
-        lengths = jnp.clip(lengths, *bounds).astype(jnp.int32)
+    if kept is not None and all(masks.keeps_first(ctx, x, keep, dim) for x, keep in by_user):
+        of = (scores.labels, *(keep for _, keep in by_user))
+        lengths = ctx.scope.once(
+            ("lengths", *of),
+            [x for x, _ in by_user],
+            functools.partial(jnp.sum, kept, axis=1, dtype=jnp.int32),
+        )
     for x, keep in by_row:
-        if not masks.is_interval(ctx, x, keep, dims[1]):
+        if not masks.is_interval(ctx, x, keep, dim):
             reason = f"{_not_by_user(scores, x)}, not by intervals of keys"
             raise NotCovered(f"attention is not recognised: {reason}")
         row = rows_of(unspread(ctx, x, keep), scores.labels, root.queries)

@@ -184,9 +184,7 @@ def _replaced(operands: Operands, fills: list[Fill], zero: jax.Array | None) -> 
 
 def _all_kept(fills: list[Fill]) -> tuple[jax.Array, jax.Array]:
     """Returns the keys [users, keys] that every mask keeps, and their number by user."""
-    kept = fills[0].kept
-    for fill in fills[1:]:
-        kept = kept & fill.kept
+    kept = functools.reduce(operator.and_, (fill.kept for fill in fills))
     if len(fills) == 1 and fills[0].lengths is not None:
         return kept, fills[0].lengths
     return kept, jnp.sum(kept, axis=1, dtype=jnp.int32)

@@ -96,15 +96,13 @@ class Operands(NamedTuple):
                 lengths = jnp.full(self.key.shape[0], self.key.shape[1], jnp.int32)
             found, lse = self.attend_with_lse(lengths)
             return jnp.where(jnp.isfinite(lse)[..., None], found, jnp.zeros((), found.dtype))
-        out = attention(
+        return attention(
             *self[:4],
             scale=self.scale,
             logit_cap=self.cap,
             bias=self.bias,
             key_value_seq_lengths=lengths,
         )
-        assert not isinstance(out, tuple)
-        return out
 
     def attend_with_lse(
         self,
@@ -113,7 +111,7 @@ class Operands(NamedTuple):
         own_key: jax.Array | None = None,
         own_value: jax.Array | None = None,
     ) -> tuple[jax.Array, jax.Array]:
-        out = attention(
+        return attention(
             *self[:4],
             scale=self.scale,
             logit_cap=self.cap,
@@ -124,8 +122,6 @@ class Operands(NamedTuple):
             self_value=own_value,
             return_residuals=True,
         )
-        assert isinstance(out, tuple)
-        return out
 
     def ordered(self, first: jax.Array) -> Operands:
         """Moves the keys where `first` [users, keys] is true to the front."""

@@ -23,7 +23,7 @@ from ikbo_jax.rewrite.attention.block_functions import BlockFunctions, Mask
 from ikbo_jax.rewrite.attention.block_parts import Part, at_users, lineage_of, weighted
 from ikbo_jax.rewrite.attention.blocks import Blocks, arranged_array
 from ikbo_jax.rewrite.attention.operands import Operands, Visible
-from ikbo_jax.rewrite.attention.scores import BATCH, HEAD, KEY, QUERY, Fill, Label, Scores
+from ikbo_jax.rewrite.attention.scores import BATCH, DTYPES, HEAD, KEY, QUERY, Fill, Label, Scores
 from ikbo_jax.rewrite.facts import activations
 from ikbo_jax.rewrite.interpret import shape_of
 from ikbo_jax.rewrite.rules import any_shape
@@ -31,16 +31,6 @@ from ikbo_jax.rewrite.rules.elementwise import ELEMENTWISE, common_shape
 from ikbo_jax.rewrite.values import lineage, staged
 from ikbo_jax.rewrite.values.lineage import Concat, Lazy, Lineage, is_plain, origins_of, spread
 from ikbo_jax.rewrite.values.registry import NotCovered
-
-#: The dtypes that gdpa accepts.
-_DTYPES = ("bfloat16", "float16", "float32")
-
-
-def _sum(arrays: list[jax.Array]) -> jax.Array:
-    total = arrays[0]
-    for array in arrays[1:]:
-        total = lax.add(total, array)
-    return total
 
 
 def _may_be_sliced(x: Any, batch: int) -> bool:
@@ -77,12 +67,14 @@ class PointwiseCall(Call):
         if not live:
             return jnp.zeros(shape, self.dtype)
         if users is not None and all(self.of_users(block.key, users) for block in live):
-            out = _sum([self._at_users(query, block.key, users) for block in live])
+            of_blocks = (self._at_users(query, block.key, users) for block in live)
+            out = functools.reduce(lax.add, of_blocks)
             out = staged.reshape(staged.cast(out, self.dtype), (out.shape[0], *shape[1:]))
             return Lazy(out, tuple(shape), users, 0, origins_of(query.value))
         reason = "queries that attend to keys of the candidate"
         array = self.ctx.materialise(self.eqn, query.value, reason)
-        total = _sum([self._of_candidates(query, block, array) for block in live])
+        of_blocks = (self._of_candidates(query, block, array) for block in live)
+        total = functools.reduce(lax.add, of_blocks)
         return staged.reshape(staged.cast(total, self.dtype), shape)
 
     def _blocks(self, query: Part) -> list[_Block]:
@@ -144,7 +136,7 @@ class PointwiseCall(Call):
         """Attends by an op to keys that it looks up: [batch, queries, heads, width] float32."""
         key, found = block.key, block.activation
         assert found is not None
-        if key.values.shape[-1] != key.value.shape[-1] or str(array.dtype) not in _DTYPES:
+        if key.values.shape[-1] != key.value.shape[-1] or array.dtype not in DTYPES:
             raise NotCovered("attention by another function than those of gdpa")
         if not found.same_slope:
             if self.ctx.differentiated:

@@ -24,6 +24,7 @@ from ikbo_jax.rewrite.attention import (
     weighted_values,
 )
 from ikbo_jax.rewrite.attention.scores import (
+    DTYPES,
     WIDTH,
     Label,
     Logits,
@@ -39,9 +40,6 @@ from ikbo_jax.rewrite.rules.elementwise import of_one_user
 from ikbo_jax.rewrite.values import lineage, staged
 from ikbo_jax.rewrite.values.lineage import Lazy
 from ikbo_jax.rewrite.values.registry import NotCovered
-
-#: The dtypes that the ops accept.
-_DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
 
 
 def start(
@@ -69,7 +67,7 @@ def start(
     if len(query_contract) != 1 or len(key_free) != 1 or key.dtype != query.dtype:
         return None
     (out,) = eqn.outvars
-    if key.dtype not in _DTYPES or out.aval.dtype not in (key.dtype, jnp.float32):
+    if key.dtype not in DTYPES or out.aval.dtype not in (key.dtype, jnp.float32):
         return None
     if not has_default_precision(eqn):
         return None

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ikbo_jax.ops import arguments
 from ikbo_jax.rewrite.facts import curves, proofs
 from ikbo_jax.rewrite.facts.curves import Curve
 from ikbo_jax.rewrite.facts.proofs import constant
@@ -32,6 +33,8 @@ BATCH, HEAD, QUERY, KEY, ONE = "batch", "head", "query", "key", "one"
 Label = tuple[str, int]
 #: The dimension that attention weights do not have and values have.
 WIDTH: Label = ("width", 0)
+#: Dtypes of scores and values. Comparisons with types, not names, cost no Python call.
+DTYPES = tuple(map(jnp.dtype, arguments.DTYPES))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -52,8 +55,8 @@ class Fill:
         does: [batch or 1, queries or 1, keys] bool, an interval of keys in each row.
       labels: of a mask of `Blocks`, the labels of its own dimensions.
       factors: of a mask of `Blocks`, computes its factors in a region of `masks.factors`: `kept`
-        and `state` of each, whether it keeps an interval of keys in each row, and `masks.source`
-        with whether the factor keeps what that is at.
+        and `state` of each, whether it keeps an interval of keys in each row, and an identity:
+        factors of one identity agree where the query is the key.
     """
 
     value: float
@@ -348,7 +351,7 @@ def kept(ctx: Context, eqn: Any, x: Any) -> Any:
 def cast(ctx: Context, eqn: Any, x: Any) -> Any:
     """Casts the scores, and rounds the numbers of their masks."""
     dtype = eqn.outvars[0].aval.dtype
-    if dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
+    if dtype not in DTYPES:
         raise NotCovered(f"attention is not recognised: its scores are cast to {dtype}")
     root = _with_fills(x.root, dtype, 1.0) if x.stage == "logits" else x.root
     bias = root.bias[0] if isinstance(root.bias, tuple) else root.bias

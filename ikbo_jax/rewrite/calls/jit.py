@@ -4,7 +4,6 @@ Models call one jitted function in every layer, and JAX traces it once. A functi
 several times on values of the same form is rewritten once, too (`sharing`).
 """
 
-import dataclasses
 import functools
 from collections.abc import Sequence
 from typing import Any
@@ -24,52 +23,40 @@ from ikbo_jax.rewrite.values.registry import NotCovered
 _SMALL = 4
 
 
-@dataclasses.dataclass(frozen=True)
-class _Kind:
-    """Holds properties of a call that do not depend on its operands.
+def _kind_of(ctx: Context, eqn: Any) -> tuple[bool, bool, list[bool]]:
+    """Returns what does not depend on a call's operands, once per program and shardings.
 
-    Attributes:
-      alive: the objects whose identities the key holds, so that these stay unique.
-      small: whether the call is interpreted inline even on arrays.
-      sharded: whether the call specifies shardings.
-      indices: whether each operand may be an index or a mask.
+    Returns:
+      Whether the call is interpreted inline even on arrays, whether it specifies shardings, and
+      whether each operand may be an index or a mask.
     """
-
-    alive: Any
-    small: bool
-    sharded: bool
-    indices: list[bool]
-
-
-def kind_of(ctx: Context, eqn: Any) -> _Kind:
-    """Returns the properties of a call, computed once per program and shardings."""
     params = eqn.params
     jaxpr, shardings = params["jaxpr"], (params["in_shardings"], params["out_shardings"])
     key = (id(jaxpr), *map(id, shardings))
-    kind = ctx.programs.kinds.get(key)
-    if kind is None:
+    if key not in ctx.programs.kinds:
         small = len(jaxpr.eqns) <= _SMALL or on_integers(eqn)
         names = {type(x).__name__ for xs in shardings for x in xs}
         indices = [sharing.is_index(v.aval) for v in eqn.invars]
-        kind = _Kind((jaxpr, shardings), small, bool(names - {"UnspecifiedValue"}), indices)
-        ctx.programs.kinds[key] = kind
-    return kind
+        # While the program and the shardings are kept, their identities stay unique.
+        kind = small, bool(names - {"UnspecifiedValue"}), indices
+        ctx.programs.kinds[key] = (jaxpr, shardings), kind
+    return ctx.programs.kinds[key][1]
 
 
 def jit(ctx: Context, eqn: Any, *operands: Any) -> Any:
     """Rewrites a jitted function, at this call or once for all calls."""
-    jaxpr, kind = eqn.params["jaxpr"], kind_of(ctx, eqn)
-    if not kind.small and all(map(is_plain, operands)) and ctx.programs.is_plain(jaxpr):
+    jaxpr, (is_small, is_sharded, indices) = eqn.params["jaxpr"], _kind_of(ctx, eqn)
+    if not is_small and all(map(is_plain, operands)) and ctx.programs.is_plain(jaxpr):
         return ctx.bind(eqn, *operands)
-    if kind.sharded:
+    if is_sharded:
         return _sharded(ctx, eqn, operands)
 
     def inline() -> list[Any]:
         return ctx.run_closed(jaxpr, operands, eqn)
 
-    if kind.small:
+    if is_small:
         return inline()
-    fixed = list(map(sharing.is_fixed, operands, kind.indices))
+    fixed = list(map(sharing.is_fixed, operands, indices))
     return sharing.call(ctx, eqn, operands, fixed, inline)
 
 

@@ -88,38 +88,37 @@ _CANCELLED = 2.0**-46
 
 def match(curve: Curve) -> Match | None:
     """Finds the activation that a curve equals by the conditions of this module, or None."""
-    key = _key(curve)
-    if key not in _MATCHES:
-        if len(_MATCHES) >= 256:
-            _MATCHES.clear()
-        with np.errstate(all="ignore"):
-            _MATCHES[key] = _match(curve)
-    return _MATCHES[key]
-
-
-_MATCHES: dict[Any, Match | None] = {}
+    found: Match | None = _once(_match, curve)
+    return found
 
 
 def vanishes(curve: Curve | float) -> bool:
     """Whether a function is 0, with slope 0, at all logits that are less than a mask's number."""
     if not isinstance(curve, Curve):
         return abs(curve) <= _ZERO
-    if len(_roots(curve)) != 1:
-        return False
-    key = _key(curve)
-    if key not in _VANISHING:
-        if len(_VANISHING) >= 256:
-            _VANISHING.clear()
+    return len(_roots(curve)) == 1 and _once(_vanishes, curve)
+
+
+def _once(compute: Callable[[Curve], Any], curve: Curve) -> Any:
+    """Computes a fact once for curves that have equal equations."""
+    key = compute, _key(curve)
+    if key not in _FACTS:
+        if len(_FACTS) >= 512:
+            _FACTS.clear()
         with np.errstate(all="ignore"):
-            _VANISHING[key] = _is_flat(curve, _FEW) and _is_flat(curve, _points(curve))
-    return _VANISHING[key]
+            _FACTS[key] = compute(curve)
+    return _FACTS[key]
 
 
-_VANISHING: dict[Any, bool] = {}
+_FACTS: dict[Any, Any] = {}
 #: A number up to this is 0 in float32.
 _ZERO = 2.0**-160
 #: Logits that are less than a mask's number: from -1e8 down, as for a softmax.
 _LARGEST = 1e7
+
+
+def _vanishes(curve: Curve) -> bool:
+    return _is_flat(curve, _FEW) and _is_flat(curve, _points(curve))
 
 
 def _is_flat(curve: Curve, points: np.ndarray) -> bool:

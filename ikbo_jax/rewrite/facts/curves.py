@@ -16,6 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
+from ikbo_jax.rewrite.facts.known import OF_TWO
+from ikbo_jax.rewrite.values.jaxprs import interpret
+
 
 class Dual(NamedTuple):
     """Holds values and their slopes, in float64; booleans have slope 0."""
@@ -163,6 +166,7 @@ def _same(x: Dual) -> Dual:
 _ROOT_PI = math.sqrt(math.pi)
 #: Value and slope, as JAX computes them, by primitive. Without a rule there is no curve.
 _RULES: dict[str, Callable[..., Dual]] = {
+    **{name: _flat(OF_TWO[name]) for name in ("eq", "ge", "gt", "le", "lt", "ne")},
     "abs": _of_one(np.abs, lambda x, _: np.sign(x)),
     "add": lambda x, y: Dual(x.value + y.value, x.slope + y.slope),
     "and": _flat(np.logical_and),
@@ -170,23 +174,17 @@ _RULES: dict[str, Callable[..., Dual]] = {
     "convert_element_type": _same,
     "copy": _same,
     "div": _div,
-    "eq": _flat(np.equal),
     "erf": _of_one(lambda x: 1 - erfc(x), lambda x, _: 2 / _ROOT_PI * np.exp(-x * x)),
     "erfc": _of_one(erfc, lambda x, _: -2 / _ROOT_PI * np.exp(-x * x)),
     "exp": _of_one(np.exp, lambda _, y: y),
     "expm1": _of_one(np.expm1, lambda _, y: y + 1),
-    "ge": _flat(np.greater_equal),
-    "gt": _flat(np.greater),
-    "le": _flat(np.less_equal),
     "log": _of_one(np.log, lambda x, _: np.divide(1, x)),
     "log1p": _of_one(np.log1p, lambda x, _: np.divide(1, 1 + x)),
     "logistic": _of_one(logistic, lambda _, y: y * (1 - y)),
-    "lt": _flat(np.less),
     "max": _extremum(np.maximum, np.greater),
     "min": _extremum(np.minimum, np.less),
     "mul": lambda x, y: Dual(x.value * y.value, x.slope * y.value + x.value * y.slope),
     "name": _same,
-    "ne": _flat(np.not_equal),
     "neg": lambda x: Dual(-x.value, -x.slope),
     "not": _flat(np.logical_not),
     "or": _flat(np.logical_or),
@@ -230,15 +228,14 @@ def _evaluate(eqn: Any, operands: list[Dual], rounded: bool, slopes: bool = True
 def _run(
     jaxpr: Any, operands: Sequence[Dual], rounded: bool, slopes: bool, consts: Any = ()
 ) -> list[Dual]:
-    env: dict[Any, Dual] = dict(zip(jaxpr.invars, operands, strict=True))
-    env.update(zip(jaxpr.constvars, (Dual(np.asarray(c, np.float64)) for c in consts), strict=True))
+    def run(eqn: Any, operands: list[Any]) -> list[Dual]:
+        return [_evaluate(eqn, list(map(_dual, operands)), rounded, slopes)]
 
-    def read(v: Any) -> Dual:
-        return Dual(np.asarray(v.val, np.float64)) if isinstance(v, core.Literal) else env[v]
+    return list(map(_dual, interpret(jaxpr, consts, operands, run)))
 
-    for eqn in jaxpr.eqns:
-        env[eqn.outvars[0]] = _evaluate(eqn, list(map(read, eqn.invars)), rounded, slopes)
-    return list(map(read, jaxpr.outvars))
+
+def _dual(x: Any) -> Dual:
+    return x if isinstance(x, Dual) else Dual(np.asarray(x, np.float64))
 
 
 def _custom_jvp(eqn: core.JaxprEqn, operands: list[Dual], rounded: bool) -> Dual:

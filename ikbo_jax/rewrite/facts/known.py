@@ -52,7 +52,7 @@ def _known(ctx: Any, value: Any, depth: int) -> np.ndarray:
     memory = (ctx.scope.owner([value]) if is_array else ctx.scope).known
     memory[id(value)] = value, None
     name, eqn, operands = ctx.made_by(value)
-    computed = name in _COMPUTED or name in _BY_JAX or name == "jit"
+    computed = name in COMPUTED or name in _BY_JAX or name == "jit"
     if depth == 0 or not computed or len(eqn.outvars) != 1:
         raise _NotKnown
     (result,) = _computed(eqn, [_known(ctx, x, depth - 1) for x in operands])
@@ -68,7 +68,7 @@ def _computed(eqn: core.JaxprEqn, arrays: Sequence[Any]) -> list[np.ndarray]:
     if name == "jit":
         program = eqn.params["jaxpr"]
         return interpret(program, program.consts, arrays, _computed)
-    if name not in _COMPUTED and name not in _BY_JAX or eqn.effects:
+    if name not in COMPUTED and name not in _BY_JAX or eqn.effects:
         raise _NotKnown
     full = [
         np.broadcast_to(constant_array(x), v.aval.shape)  # type: ignore[attr-defined]
@@ -78,7 +78,7 @@ def _computed(eqn: core.JaxprEqn, arrays: Sequence[Any]) -> list[np.ndarray]:
         return [_by_jax(eqn, full)]
     aval: Any = eqn.outvars[0].aval
     with np.errstate(all="ignore"):
-        result = np.asarray(_COMPUTED[name](eqn.params, *full)).astype(aval.dtype)
+        result = np.asarray(COMPUTED[name](eqn.params, *full)).astype(aval.dtype)
         if not _is_exact(name, full, result):
             raise _NotKnown
     return [result]
@@ -183,9 +183,17 @@ def _of_two(function: Callable[[Any, Any], Any]) -> Callable[..., Any]:
     return lambda params, x, y: function(x, y)
 
 
-_COMPUTED: dict[str, Callable[..., Any]] = {
+_OPERATORS = ("add", "eq", "ge", "gt", "le", "lt", "mul", "ne", "sub")
+#: Functions of two numbers, or of arrays of NumPy, by primitive.
+OF_TWO: dict[str, Callable[[Any, Any], Any]] = {
+    **{name: getattr(operator, name) for name in _OPERATORS},
+    "max": np.maximum,
+    "min": np.minimum,
+}
+#: Functions of an equation's parameters and its operands, arrays of NumPy, by primitive.
+COMPUTED: dict[str, Callable[..., Any]] = {
+    **{name: _of_two(function) for name, function in OF_TWO.items()},
     "abs": lambda _, x: np.abs(x),
-    "add": _of_two(operator.add),
     "and": _of_two(operator.and_),
     "broadcast_in_dim": lambda params, x: np.broadcast_to(expanded(params, x), params["shape"]),
     "clamp": lambda _, low, x, high: np.minimum(np.maximum(x, low), high),
@@ -198,16 +206,7 @@ _COMPUTED: dict[str, Callable[..., Any]] = {
         else np.cumsum(x, p["axis"])
     ),
     "div": _div,
-    "eq": _of_two(operator.eq),
-    "ge": _of_two(operator.ge),
-    "gt": _of_two(operator.gt),
     "iota": _iota,
-    "le": _of_two(operator.le),
-    "lt": _of_two(operator.lt),
-    "max": _of_two(np.maximum),
-    "min": _of_two(np.minimum),
-    "mul": _of_two(operator.mul),
-    "ne": _of_two(operator.ne),
     "neg": lambda _, x: -x,
     "not": lambda _, x: ~x,
     "or": _of_two(operator.or_),
@@ -221,7 +220,6 @@ _COMPUTED: dict[str, Callable[..., Any]] = {
     "squeeze": lambda params, x: np.squeeze(x, tuple(params["dimensions"])),
     "stack": lambda params, *xs: np.stack(xs, params["axis"]),
     "stop_gradient": lambda _, x: x,
-    "sub": _of_two(operator.sub),
     "transpose": lambda params, x: np.transpose(x, params["permutation"]),
     "xor": _of_two(operator.xor),
 }

@@ -10,7 +10,6 @@ a key is kept. `_reading` finds how an equation's result is other than 0 by its 
   `arange(S) < n` for any n, of a window or of a triangle.
 """
 
-import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,7 +19,7 @@ from jax import lax
 from jax.extend import core
 
 from ikbo_jax.rewrite.facts import proofs
-from ikbo_jax.rewrite.facts.known import cuts, expanded, known
+from ikbo_jax.rewrite.facts.known import OF_TWO, cuts, expanded, known
 from ikbo_jax.rewrite.values.lineage import base_of
 from ikbo_jax.rewrite.values.staged import shape_of
 
@@ -32,17 +31,7 @@ _MOVES = (
     *("broadcast_in_dim", "concatenate", "copy", "pvary"),
     *("reshape", "slice", "squeeze", "transpose"),
 )
-_COMPARISONS: dict[str, Callable[[Any, Any], Any]] = {
-    name: getattr(operator, name) for name in ("eq", "ge", "gt", "le", "lt", "ne")
-}
-_OF_TWO: dict[str, Callable[[Any, Any], Any]] = _COMPARISONS | {
-    "add": operator.add,
-    "div": np.divide,
-    "max": max,
-    "min": min,
-    "mul": operator.mul,
-    "sub": operator.sub,
-}
+_OF_TWO = OF_TWO | {"div": np.divide}
 #: How a result may be other than 0, where its first or second operand is.
 _READINGS: tuple[tuple[str, tuple[int, ...], Callable[[bool, bool], bool]], ...] = (
     ("same", (0,), lambda x, y: x),
@@ -159,7 +148,7 @@ def _bounded(ctx: Any, mask: Any) -> np.ndarray:
         ends.append(proofs.interval(ctx, x) if number is None else (number, number))
     if None in ends or all(np.ndim(x[0]) == 0 for x in ends):
         return found
-    ((low, high), (least, most)), compare = ends, _COMPARISONS["lt" if name[1] == "t" else "le"]
+    ((low, high), (least, most)), compare = ends, OF_TWO["lt" if name[1] == "t" else "le"]
     always, never = compare(high, least), ~compare(low, most)
     return np.where(always, 1, np.where(never, 0, found)).astype(np.int8)
 
@@ -248,22 +237,6 @@ def factors(ctx: Any, mask: Any, keeps: bool = True, region: Region = ()) -> lis
     return [(moved(ctx, eqn, part), keep) for part, keep in parts]
 
 
-def source(ctx: Any, mask: Any) -> int:
-    """Returns the identity of the [batch, keys] mask that a mask of queries or keys broadcasts.
-
-    Without one, the identity of the value that is not broadcast. All dimensions keep their order,
-    so that masks of one source agree where the query is the key.
-    """
-    name, _, operands = ctx.made_by(mask)
-    while name in ("broadcast_in_dim", "convert_element_type", "reshape", "squeeze"):
-        wide, after = ([n for n in shape_of(x) if n != 1] for x in (operands[0], mask))
-        if len(wide) < 2 or name == "reshape" and wide != after:
-            break
-        mask = operands[0]
-        name, _, operands = ctx.made_by(mask)
-    return id(mask)
-
-
 def _is_fixed(ctx: Any, mask: Any, value: bool, region: Region) -> bool:
     """Whether all elements of a region of a mask are proven to have one value."""
     state = known_mask(ctx, mask)
@@ -309,8 +282,17 @@ def is_interval(ctx: Any, mask: Any, keeps: bool, dim: int) -> bool:
     state = known_mask(ctx, mask)
     if UNKNOWN not in state:
         return are_intervals(np.moveaxis(state == keeps, dim, -1))
+    return bool(_found(ctx, mask, keeps, dim) & _INTERVAL)
+
+
+def keeps_first(ctx: Any, mask: Any, keeps: bool, dim: int) -> bool:
+    """Whether the elements along `dim` that a mask keeps, or hides, are provably the first ones."""
+    return bool(_found(ctx, mask, keeps, dim) & _FIRST)
+
+
+def _found(ctx: Any, mask: Any, keeps: bool, dim: int) -> int:
     found = _keeps(ctx, mask, dim, _DEPTH)
-    return bool((found if keeps else _swapped(found)) & _INTERVAL)
+    return found if keeps else _swapped(found)
 
 
 def are_intervals(kept: np.ndarray) -> bool:
@@ -378,7 +360,7 @@ def _moved_dim(eqn: Any, operand: Any, result: Any, dim: int) -> int | None:
 def _compared(ctx: Any, mask: Any, dim: int) -> int:
     """Finds what a comparison keeps: one of an operand that rises or falls along `dim`."""
     name, _, operands = ctx.made_by(mask)
-    if name not in _COMPARISONS or name == "ne":
+    if name not in ("eq", "ge", "gt", "le", "lt"):
         return 0
     x, y = (_direction(ctx, z, dim, _DEPTH) for z in operands)
     if x is None or y is None or x * y > 0:

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from ikbo_jax.rewrite.facts.known import known
+from ikbo_jax.rewrite.facts.known import COMPUTED, known
 from ikbo_jax.rewrite.values.equations import constant_array
 from ikbo_jax.rewrite.values.lineage import (
     base_of,
@@ -22,6 +22,7 @@ from ikbo_jax.rewrite.values.lineage import (
     is_plain,
     most,
 )
+from ikbo_jax.rewrite.values.staged import shape_of
 
 Interval = tuple[int, int]
 
@@ -48,34 +49,22 @@ def constant(ctx: Any, value: Any) -> float | None:
     if None in numbers or name not in _ARITHMETIC:
         return None
     with np.errstate(all="ignore"):
-        result = _ARITHMETIC[name](eqn, *numbers)
+        result = _ARITHMETIC[name](eqn.params, *numbers)
         # The program rounds the result to its dtype.
         return float(np.asarray(result, eqn.outvars[0].aval.dtype).astype(np.float64))
 
 
-_ARITHMETIC: dict[str, Callable[..., Any]] = {
-    "convert_element_type": lambda _, x: x,
-    "broadcast_in_dim": lambda _, x: x,
-    "pvary": lambda _, x: x,
-    "reshard": lambda _, x: x,
-    "reshape": lambda _, x: x,
-    "squeeze": lambda _, x: x,
-    "sqrt": lambda _, x: np.sqrt(x),
-    "rsqrt": lambda _, x: np.divide(1, np.sqrt(x)),
-    "neg": lambda _, x: -x,
-    "mul": lambda _, x, y: x * y,
-    "div": lambda _, x, y: np.divide(x, y),
-    "add": lambda _, x, y: x + y,
-    "sub": lambda _, x, y: x - y,
-    "pow": lambda _, x, y: np.power(x, y),
-    "max": lambda _, x, y: np.maximum(x, y),
-    "min": lambda _, x, y: np.minimum(x, y),
-    "integer_pow": lambda eqn, x: np.power(x, float(eqn.params["y"])),
-}
-
-
 #: Primitives that compute few numbers from few numbers.
 _OF_FEW = ("add", "max", "min", "mul", "sub")
+_ARITHMETIC: dict[str, Callable[..., Any]] = {
+    **dict.fromkeys(("broadcast_in_dim", "reshape", "reshard", "squeeze"), lambda _, x: x),
+    **{name: COMPUTED[name] for name in (*_OF_FEW, "convert_element_type", "neg", "pvary")},
+    "sqrt": lambda _, x: np.sqrt(x),
+    "rsqrt": lambda _, x: np.divide(1, np.sqrt(x)),
+    "div": lambda _, x, y: np.divide(x, y),
+    "pow": lambda _, x, y: np.power(x, y),
+    "integer_pow": lambda params, x: np.power(x, float(params["y"])),
+}
 
 
 def possible_values(ctx: Any, value: Any, depth: int = _DEPTH) -> set[float] | None:
@@ -118,7 +107,7 @@ def possible_values(ctx: Any, value: Any, depth: int = _DEPTH) -> set[float] | N
         return set().union(*(x for x in choices if x))
     pairs = itertools.product(*(x for x in choices if x is not None))
     with np.errstate(all="ignore"):
-        values = [_ARITHMETIC[name](eqn, *pair) for pair in pairs]
+        values = [_ARITHMETIC[name](eqn.params, *pair) for pair in pairs]
         rounded = np.asarray(values, eqn.outvars[0].aval.dtype).astype(np.float64)
     return set(rounded.tolist()) if len(set(values)) <= 4 and not np.isnan(rounded).any() else None
 
@@ -184,13 +173,16 @@ def same_source(first: Any, second: Any) -> bool:
     return first[0] is second[0] and first[1] == second[1]
 
 
-def counts_up(ctx: Any, value: Any, size: int) -> bool:
-    """Whether an array holds 0, 1, ..., size - 1 along one dimension."""
-    shape, numbers = np.shape(base_of(value)), known(ctx, value)
-    if math.prod(shape) != size or numbers is None:
+def counts_along(ctx: Any, value: Any, dim: int) -> bool:
+    """Whether the elements of an array are proven to be 0, 1, ... along one of its dimensions."""
+    positions = known(ctx, value)
+    shape = shape_of(value)
+    if positions is None or positions.ndim != len(shape):
         return False
-    own = numbers[tuple(slice(0, 1) if n == 1 else slice(None) for n in shape)]
-    return np.array_equal(np.ravel(own), np.arange(size))
+    along = [1] * len(shape)
+    along[dim] = shape[dim]
+    expected = np.arange(shape[dim]).reshape(along)
+    return positions.shape[dim] == shape[dim] and bool(np.all(positions == expected))
 
 
 def is_along_one(value: Any, size: int) -> bool:
@@ -200,45 +192,6 @@ def is_along_one(value: Any, size: int) -> bool:
     reshape after a transpose shuffles them.
     """
     return [n for n in np.shape(base_of(value)) if n != 1] == [size] * (size != 1)
-
-
-def lengths(ctx: Any, mask: Any, dims: tuple[int | None, int | None], users: int, keys: int) -> Any:
-    """Finds the lengths [users] if a mask by user and key is proven to be `arange(keys) < lengths`.
-
-    `dims` are the mask's dimensions of users and of keys. If there are as many users as keys, sizes
-    do not tell `arange(keys) < lengths` from `arange(users) < lengths`.
-    """
-    value = mask
-    user, key = dims
-    while True:
-        name, eqn, operands = ctx.made_by(value)
-        if name in ("lt", "gt"):
-            position, length = operands if name == "lt" else reversed(operands)
-            array = base_of(length)
-            if not _differs_along(position, key) or not _differs_along(length, user):
-                return None
-            if counts_up(ctx, position, keys) and np.size(array) == users:
-                integer = getattr(array, "dtype", np.dtype(int)).kind in "iu"
-                return array.reshape(users) if integer and np.ndim(array) else None
-            return None
-        if name == "and":
-            numbers = [known(ctx, x) for x in operands]
-            trues = [x is not None and bool(np.all(x)) for x in numbers]
-            if sum(trues) != 1:
-                return None
-            value = operands[trues.index(False)]
-        elif name in MOVES:
-            sources = moved_dims(eqn, operands[0], value)
-            if sources is None:
-                return None
-            user, key = sources.get(user), sources.get(key)
-            value = operands[0]
-        else:
-            return None
-
-
-def _differs_along(value: Any, dim: int | None) -> bool:
-    return all(n == 1 or d == dim for d, n in enumerate(np.shape(base_of(value))))
 
 
 def moved_dims(eqn: Any, operand: Any, result: Any) -> dict[int | None, int] | None:

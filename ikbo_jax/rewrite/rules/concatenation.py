@@ -58,8 +58,12 @@ def _copies(ctx: Context, eqn: Any, x: Any, axis: int, shape: tuple[int, ...]) -
         return x
     if not is_plain(x) and not isinstance(x, Lazy) or has_lineage(x) and x.axis == axis:
         raise NotCovered("copies of a concatenation")
-    what = f"{lineage.text(x)} repeated -> {lineage.text(x, shape)}"
-    found = ctx.recorder.found(eqn, what, False)
+    return repeated(ctx, eqn, x, shape, "repeated")
+
+
+def repeated(ctx: Context, eqn: Any, x: Any, shape: tuple[int, ...], verb: str) -> Any:
+    """Repeats the one element of an axis that looks nothing up; the base stays."""
+    found = ctx.recorder.found(eqn, f"{lineage.text(x)} {verb} -> {lineage.text(x, shape)}", False)
     kept = (x.lineage, x.axis) if has_lineage(x) else (None, -1)
     return lazy(base_of(x), shape, kept[0], kept[1], origins_of(x) | {found})
 

@@ -95,11 +95,9 @@ def _index(ctx: Context, x: Any, dim: int) -> Any:
         return None
     for index, positions in (compared, compared[::-1]):
         count, batch = x.shape[dim], x.shape[:dim] + x.shape[dim + 1 :]
-        along = [1] * np.ndim(x)
-        along[dim] = count
-        if np.shape(base_of(positions)) != tuple(along) or not proofs.counts_up(
-            ctx, positions, count
-        ):
+        if shape_of(positions)[dim : dim + 1] != (count,):
+            continue
+        if not proofs.counts_along(ctx, positions, dim):
             continue
         if np.shape(base_of(index)) != (*x.shape[:dim], 1, *x.shape[dim + 1 :]):
             continue

@@ -12,7 +12,7 @@ import numpy as np
 from jax import lax
 from jax.extend import core
 
-from ikbo_jax.rewrite.facts.known import known
+from ikbo_jax.rewrite.facts import proofs
 from ikbo_jax.rewrite.interpret import Context, shape_of
 from ikbo_jax.rewrite.rules.elementwise import at_user_batch, concat
 from ikbo_jax.rewrite.rules.reshaped_axes import equation, to_shape
@@ -124,7 +124,7 @@ def along_whole_axis(ctx: Context, eqn: Any, indices: Any) -> tuple[Any, Any]:
         if dim in batching:
             axis = batched[list(batching).index(dim)]
         elif len(parts) == len(mapped) > 1:
-            counts = [n for n, x in enumerate(parts) if _counts_rows(ctx, x, dim)]
+            counts = [n for n, x in enumerate(parts) if proofs.counts_along(ctx, x, dim)]
             axis = mapped[counts[0]] if len(counts) == 1 else -1
             kept = tuple(x for n, x in enumerate(parts) if n not in counts)
         if (
@@ -211,24 +211,12 @@ def _axis_of_rows(
     column, counts = 0, []
     for part in parts:
         width = shape_of(part)[-1]
-        if not lineage.has_lineage(part) and width == 1 and _counts_rows(ctx, part, dim):
+        if not lineage.has_lineage(part) and width == 1 and proofs.counts_along(ctx, part, dim):
             counts.append(column)
         column += width
     if len(counts) != 1:
         raise NotCovered("positions of other rows")
     return int(mapped[counts[0]])
-
-
-def _counts_rows(ctx: Context, part: Any, dim: int) -> bool:
-    """Whether index vectors of one column are proven to be 0, 1, ... along `dim`."""
-    positions = known(ctx, part)
-    if positions is None or positions.ndim != len(part.shape):
-        return False
-    count = part.shape[dim]
-    along = [1] * positions.ndim
-    along[dim] = count
-    expected = np.arange(count).reshape(along)
-    return positions.shape[dim] == count and bool(np.all(positions == expected))
 
 
 def _check_rows(eqn: Any, x: Any, users: Lineage, axis: int) -> None:

@@ -10,7 +10,7 @@ from jax import lax
 
 from ikbo_jax.rewrite.facts import proofs
 from ikbo_jax.rewrite.interpret import Context, shape_of
-from ikbo_jax.rewrite.rules import placing, positions, reselect, reshaped_lookups
+from ikbo_jax.rewrite.rules import concatenation, placing, positions, reselect, reshaped_lookups
 from ikbo_jax.rewrite.rules.elementwise import at_user_batch, concat
 from ikbo_jax.rewrite.rules.table_rows import column_of, looked_up
 from ikbo_jax.rewrite.values import lineage, rows, staged
@@ -340,16 +340,12 @@ def tile(ctx: Context, eqn: Any, operand: Any) -> Any:
         return reselect.concatenated(ctx, [operand] * reps[axis], axis, shape)
     if proofs.is_fixed(ctx, operand):
         return ctx.bind(eqn, ctx.build(operand))
-    what = f"{lineage.text(operand, seen)} tiled -> {lineage.text(operand, shape)}"
     if seen[axis] == 1:
-        found = ctx.recorder.found(eqn, what, False)
-        kept = (operand.lineage, operand.axis) if lineage.has_lineage(operand) else (None, -1)
-        return lineage.lazy(
-            lineage.base_of(operand), shape, kept[0], kept[1], lineage.origins_of(operand) | {found}
-        )
+        return concatenation.repeated(ctx, eqn, operand, shape, "tiled")
     if lineage.has_lineage(operand):
         raise NotCovered("tile of a value that is looked up along another axis")
     index = ctx.scope.of_tiles(seen[axis], shape[axis])
+    what = f"{lineage.text(operand, seen)} tiled -> {lineage.text(operand, shape)}"
     found = ctx.recorder.found(eqn, what, True)
     base = lineage.base_of(lineage.spread_axes(operand, [axis]))
     return Lazy(base, shape, index, axis, lineage.origins_of(operand) | {found})

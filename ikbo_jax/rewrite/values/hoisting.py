@@ -64,9 +64,9 @@ def may_run_before(eqn: core.JaxprEqn) -> bool:
     return bool(indices) and split_by_rows(body, consts, indices) is not None
 
 
-def is_index(x: Any, kinds: str = "iu") -> bool:
-    """Whether an array holds integers, or numbers of other kinds of NumPy's dtypes."""
-    return getattr(getattr(x, "dtype", None), "kind", None) in tuple(kinds)
+def is_index(x: Any) -> bool:
+    """Whether an array holds integers."""
+    return getattr(getattr(x, "dtype", None), "kind", None) in ("i", "u")
 
 
 def split(body: core.Jaxpr, consts: int, length: Any) -> tuple[core.Jaxpr, core.Jaxpr] | None:

@@ -15,20 +15,8 @@ from ikbo_jax.rewrite.values import staged
 #: The jitted functions of the ops. They hold kernels, so they are not interpreted.
 OPS = ("_linear_compression", "_attention", "_gdpa", "_user_rows")
 
-
-def inner_programs(eqn: core.JaxprEqn) -> Sequence[core.Jaxpr]:
-    """Returns the programs that an equation holds."""
-    if eqn.primitive.name in explain.WITHOUT_PROGRAMS:
-        return ()
-    if eqn.primitive.name == "jit":
-        # The most frequent equation with a jaxpr; its other parameters take long to search.
-        return (eqn.params["jaxpr"],)
-    found = []
-    for value in eqn.params.values():
-        for inner in value if isinstance(value, (tuple, list)) else (value,):
-            if isinstance(inner, core.Jaxpr):
-                found.append(inner)
-    return found
+#: Returns the programs that an equation holds, as `explain` finds them.
+inner_programs = explain.inner_programs
 
 
 @functools.cache

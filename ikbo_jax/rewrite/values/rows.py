@@ -23,11 +23,12 @@ from jax import lax
 from jax.extend import core
 from jax.interpreters import ad, batching, mlir
 
+from ikbo_jax.ops.by_xla import jaxpr_primitive
 from ikbo_jax.ops.look_up import segment_sum
 from ikbo_jax.ops.sharded import vary_over_same_axes
 from ikbo_jax.rewrite.values import staged
 from ikbo_jax.rewrite.values.checked import Checked, CheckedPrimitive
-from ikbo_jax.rewrite.values.jaxprs import evaluate, trace
+from ikbo_jax.rewrite.values.jaxprs import trace
 
 _FLOAT32 = np.dtype(np.float32)
 _SUMMED = frozenset([_FLOAT32, np.dtype(jnp.bfloat16), np.dtype(np.float16)])
@@ -56,8 +57,7 @@ class _Lookup(NamedTuple):
 #: Takes x and an index [B] int32; returns rows of x. `call_jaxpr` is for `checkify`.
 rows_p = CheckedPrimitive("ikbo_rows")
 #: Takes rows and the index; returns their sums, `users` rows.
-sums_p = core.Primitive("ikbo_row_sums")
-sums_p.multiple_results = True
+sums_p = jaxpr_primitive("ikbo_row_sums")
 sums_p.is_high = lambda *_, **__: False  # type: ignore[method-assign]  # See `rewritten_p`.
 
 
@@ -163,21 +163,17 @@ def _sum_rows(values: Any, index: Any, how: _Lookup, users: Any) -> Any:
 
 
 def _bind_sums(values: Any, index: Any, how: _Lookup, users: Any, **_: Any) -> Any:
-    """Binds `sums_p`. Its program is a parameter, so that JAX sees that devices may divide it."""
+    """Binds `sums_p`. Its jaxpr is a parameter, so that JAX sees that devices may divide it."""
 
     def sums(values: Any, index: Any) -> list[Any]:
         return [_sum_rows(values, index, how, users)]
 
-    program = trace(sums, (values, index))
-    return sums_p.bind(values, index, how=how, users=users, program=program)[0]
+    jaxpr = trace(sums, (values, index))
+    return sums_p.bind(values, index, how=how, users=users, jaxpr=jaxpr)[0]
 
 
 def _of_rows(x: Any, index: Any, *, how: _Lookup, **_: Any) -> list[Any]:
     return [_gather(x, index, how)]
-
-
-def _of_sums(values: Any, index: Any, *, program: Any, **_: Any) -> list[Any]:
-    return evaluate(program, (values, index))
 
 
 @rows_p.def_abstract_eval
@@ -186,10 +182,7 @@ def _type_of_rows(x: Any, index: Any, *, how: _Lookup, **_: Any) -> list[Any]:
 
 
 rows_p.def_impl(_of_rows)
-sums_p.def_impl(_of_sums)
-sums_p.def_abstract_eval(lambda *_, program, **__: program.out_avals)
 mlir.register_lowering(rows_p, mlir.lower_fun(_of_rows))
-mlir.register_lowering(sums_p, mlir.lower_fun(_of_sums))
 
 
 def _pushed_forward(primitive: core.Primitive, linear: Callable[..., Any]) -> Callable[..., Any]:

@@ -132,6 +132,7 @@ class Scope:
         make_index: Callable[[], Any],
         nearest: Lineage | None = None,
         *,
+        composed_of: tuple[Lineage, ...] = (),
         is_sorted: bool = False,
     ) -> Lineage:
         """Returns the lineage with this key; the first call creates it from `make_index`.
@@ -146,7 +147,7 @@ class Scope:
         _, found = self.find("_lineages", full_key) or (key, None)
         if found is None:
             index = make_index()
-            found = Lineage(index, users, batch, nearest=nearest, is_sorted=is_sorted)
+            found = Lineage(index, users, batch, composed_of, nearest, is_sorted)
             self._lineages[full_key] = (key, found)
         return found
 
@@ -164,13 +165,10 @@ class Scope:
     def compose(self, coarse: Lineage, fine: Lineage) -> Lineage:
         """Composes two successive lookups: by `coarse`, then by `fine`."""
         steps = (*coarse.steps, *fine.steps)
-        _, composed = self.find("_lineages", ("composed", *map(id, steps))) or (steps, None)
-        if composed is None:
-            index = take_rows(coarse.index, fine.index, 0)
-            is_sorted = coarse.is_sorted and fine.is_sorted
-            composed = Lineage(index, coarse.users, fine.batch, steps, is_sorted=is_sorted)
-            self._lineages["composed", *map(id, steps)] = (steps, composed)
-        return composed
+        index = functools.partial(take_rows, coarse.index, fine.index, 0)
+        sizes, is_sorted = (coarse.users, fine.batch), coarse.is_sorted and fine.is_sorted
+        key = ("composed", *steps)
+        return self.lineage(key, *sizes, index, composed_of=steps, is_sorted=is_sorted)
 
     def has_lineages(self) -> bool:
         """Whether a lineage was created in this scope."""
