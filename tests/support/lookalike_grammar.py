@@ -1,7 +1,9 @@
 """A grammar of programs that resemble what `ikbo.rewrite` knows, drawn by number."""
 
+import itertools
 import random
 import re
+from collections.abc import Iterable, Iterator
 
 from lookalikes import MODES, attention, lookup, mixed
 from rounding_rule import Case
@@ -306,6 +308,38 @@ def _mixed(rng: random.Random, number: int) -> Case:
     derivative = rng.choices(("reverse", "forward"), (85, 15))[0]
     scale = rng.choice((1.0, 1.0, 1024.0, 2.0**15)) if dtype != "bfloat16" else 1.0
     return mixed("\n".join(lines), dtype, rng.choice(CANDIDATES), scale, derivative, f"{number}: ")
+
+
+def weights(*changes: str, scale: float = 1) -> str:
+    """The program of attention whose logits, scaled, become weights by these changes in turn."""
+    lines = [f"x = L({scale} * q)", *(f"x = {change}" for change in changes), "out = mix(x)"]
+    return "\n".join(lines)
+
+
+def once(texts: Iterable[str]) -> list[str]:
+    """The texts of a table, which may list one several times so that more draws have it."""
+    return list(dict.fromkeys(texts))
+
+
+def changed(functions: Iterable[str]) -> Iterator[str]:
+    """Programs of every change before and after a function of the logits; these take turns."""
+    turns = itertools.cycle(functions)
+    for n, change in enumerate(once(CHANGES)):
+        c, d = (repr(CONSTANTS[(n + k) % 5 + 2]) for k in (0, 2))
+        change = re.sub(r"\bd\b", d, re.sub(r"\bc\b", c, change))
+        yield weights(change, next(turns), scale=8)
+        yield weights(next(turns), change, scale=8)
+
+
+def masked() -> Iterator[tuple[str, ...]]:
+    """Some triples of a fill, a spelling of the mask and a scale; every pair of two is in some."""
+    triples = itertools.product(
+        enumerate(once(FILLS)), enumerate(once(PUT_IN)), enumerate(["x", *SCALES])
+    )
+    for (n, fill), (m, put_in), (k, scale) in triples:
+        # 0 * inf: all of it is NaN.
+        if (n + m + k) % 3 == 0 and (fill != "-inf" or "(1 -" not in put_in):
+            yield put_in.replace("MASK", "M").replace("FILL", fill), scale
 
 
 def draw(number: int) -> Case:
