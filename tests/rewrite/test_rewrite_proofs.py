@@ -22,44 +22,6 @@ def floats(*shape):
     return problems.random_array(RNG, shape, "float32")
 
 
-def _repeated(x):
-    """Every row `B // len(x)` times, written as a broadcast, which proofs can look through."""
-    times = B // len(x)
-    return jnp.broadcast_to(x[:, None], (len(x), times, *x.shape[1:])).reshape(B, *x.shape[1:])
-
-
-#: Masks [batch, keys] or [batch, 1] of lengths [users].
-MASKS = {
-    "lengths": (4, lambda n: _repeated(jnp.arange(4)[None] < n[:, None])),
-    "keys' lengths": (4, lambda n: _repeated(jnp.arange(4)[:, None] < n[None])),
-    "transposed lengths": (4, lambda n: _repeated((jnp.arange(4)[None] < n[:, None]).T)),
-    "lengths in another order": (
-        6,
-        lambda n: _repeated((jnp.arange(6)[:, None] < n[None]).reshape(4, 6)),
-    ),
-    "users' numbers": (4, lambda n: (_repeated(jnp.arange(4)) < _repeated(n))[:, None]),
-    "candidates' numbers": (4, lambda n: (jnp.arange(B) % 4 < _repeated(n))[:, None]),
-    "lengths of 8 bits": (
-        200,
-        lambda n: _repeated(lax.iota(jnp.int8, 200)[None] < (n * 20).astype(jnp.int8)[:, None]),
-    ),
-}
-
-
-@pytest.mark.parametrize("name", MASKS)
-def test_only_lengths_are_lengths(name: str) -> None:
-    keys, mask_of = MASKS[name]
-
-    def attend(query, key, lengths):
-        copied = _repeated(key)
-        logits = jnp.einsum("btd,bsd->bts", query, copied)
-        logits = jnp.where(mask_of(lengths)[:, None, :], logits, -1e9)
-        return jnp.einsum("bts,bsd->btd", jax.nn.softmax(logits, axis=-1), copied)
-
-    lengths = jnp.array([1, 3, 2, 4], jnp.int32)
-    check_values_and_gradients(attend, floats(B, 2, D), floats(U, keys, D), lengths)
-
-
 CAUSAL, SELF = np.tril(np.ones((6, 6), bool))[None], np.eye(6, dtype=bool)[None]
 #: Biases [batch or 1, 6, 6] of a sequence of 5 tokens of a user and 1 token of a candidate.
 BIASES = {
