@@ -22,11 +22,11 @@ from rewrite_basics import (
     gradients_by_all,
     loss,
     report_of,
+    shapes,
     share_saved,
 )
 
 import ikbo_jax as ikbo
-from ikbo_jax.rewrite.values import jaxprs
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -35,9 +35,10 @@ def test_share_removed(name: str) -> None:
     layout = LAYOUTS[name]
     args = layout.args()
     assert share_saved(layout.fn, *args) >= layout.saved
+    # An op's XLA path, which runs on CPUs, may hold them.
     program = jax.make_jaxpr(ikbo.rewrite(layout.fn))(*args)
-    assert not set(_shapes(program.jaxpr)).intersection(layout.never)
-    copied = set(_shapes(jax.make_jaxpr(layout.fn)(*args).jaxpr)).intersection(layout.never)
+    assert not shapes(program, inside_ops=False).intersection(layout.never)
+    copied = shapes(jax.make_jaxpr(layout.fn)(*args)).intersection(layout.never)
     assert copied or not layout.never
     report = report_of(layout.fn, *args)
     assert layout.op in report.details, report
@@ -90,16 +91,6 @@ def test_modules_of_flax(modules, name: str) -> None:
             for x, y in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
                 scale = np.max(np.abs(y), initial=1.0)
                 np.testing.assert_allclose(x, y, rtol=0, atol=2e-5 * scale)
-
-
-def _shapes(program):
-    for eqn in program.eqns:
-        # The op's XLA path, which runs on CPUs, may hold them.
-        if eqn.params.get("name") in ("_attention", "_gdpa"):
-            continue
-        yield from (v.aval.shape for v in eqn.outvars if hasattr(v.aval, "shape"))
-        for inner in jaxprs.inner_programs(eqn):
-            yield from _shapes(inner)
 
 
 def _fields(x: jax.Array, y: jax.Array) -> jax.Array:
