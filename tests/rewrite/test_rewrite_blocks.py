@@ -267,6 +267,7 @@ def test_every_mask(mask: str) -> None:
         for (n, fill), (m, sequence) in pairs
         if (n + m + turn) % 2 == 0
     ]
+    cases.append(case(mask=mask, fill="-jnp.inf", put_in="add", sequence="candidate"))
     found = faults(cases)
     assert not found, describe(found)
 
