@@ -35,7 +35,6 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 WIDE = (
     "tests/rewrite/test_rewrite_facts.py",
     "tests/rewrite/test_rewrite_decisions.py",
-    "tests/rewrite/test_rewrite_attention.py",
     "tests/rewrite/test_rewrite_recognised.py",
     "tests/rewrite/test_rewrite_rules.py",
     "tests/rewrite/test_rewrite_seen.py",

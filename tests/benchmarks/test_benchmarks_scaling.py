@@ -1,16 +1,13 @@
 """The benchmark of several devices: its points, what it reads of programs, a run in small."""
 
 import json
-import math
 import sys
-from itertools import chain
-from typing import Any
 
 import jax
 import numpy as np
 import pytest
-from jax.extend.core import jaxprs_in_params
 from jax.sharding import AxisType
+from rewrite_basics import every_equation
 
 from benchmarks import children, scaling
 from examples import several_processes
@@ -51,22 +48,8 @@ def test_points_are_powers_of_two(devices, expected):
         assert found == expected
 
 
-def summed_elements(jaxpr: Any) -> int:
-    found = 0
-    for equation in jaxpr.eqns:
-        if equation.primitive.name.startswith("psum"):
-            found += sum(math.prod(x.aval.shape) for x in equation.invars)
-        found += sum(map(summed_elements, jaxprs_in_params(equation.params)))
-    return found
-
-
 #: Primitives that bring data from other devices.
 COLLECTIVES = {"psum", "psum_invariant", "all_gather", "all_to_all", "ppermute", "reduce_scatter"}
-
-
-def primitives(jaxpr: Any) -> set[str]:
-    inner = map(primitives, chain.from_iterable(jaxprs_in_params(e.params) for e in jaxpr.eqns))
-    return {e.primitive.name for e in jaxpr.eqns}.union(*inner)
 
 
 def zeros_of(fn):
@@ -90,9 +73,12 @@ def test_what_the_network_and_its_training_step_sum_over_devices(monkeypatch):
     )
     parameters = sum(x.size for x in jax.tree.leaves(training.args[0]))
     with jax.numpy_dtype_promotion("standard"):
-        forward, step = (jax.make_jaxpr(p.fn)(*p.args).jaxpr for p in (network, training))
-    assert not COLLECTIVES & primitives(forward)
-    assert parameters / 2 < summed_elements(step) <= parameters
+        forward, step = (
+            [*every_equation(jax.make_jaxpr(p.fn)(*p.args))] for p in (network, training)
+        )
+    assert not COLLECTIVES & {eqn.primitive.name for eqn in forward}
+    sums = [eqn for eqn in step if eqn.primitive.name.startswith("psum")]
+    assert parameters / 2 < sum(x.aval.size for eqn in sums for x in eqn.invars) <= parameters
 
 
 def test_a_run_in_small(tmp_path, capsys):

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import sm90 as sm90_machine
 import test_interpret_few_queries as few_queries
-from problems_look_up import assert_sums, draw
+from problems_look_up import assert_sums, draw, draw_index
 from sm90_state import ARRAY_BITS
 
 from ikbo_jax.pallas.few_queries import gathering, kernel
@@ -73,7 +73,7 @@ def test_missing_end_of_copies_is_found(missing, seeds, monkeypatch, sm90) -> No
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """Candidates, users, their distribution, [T, N, H] of queries, and the most CTAs.
+    """Candidates, users, their distribution, [T, N, H] of queries, the most CTAs, and a dtype.
 
     Fewer CTAs take less time here, and have more candidates each. None: of a launch as it is, three
     CTAs run: the first, one in the middle and the last one, for which nobody waits.
@@ -84,28 +84,7 @@ class Case:
     index: str = "uniform"
     query: tuple[int, int, int] | None = None
     ctas: int | None = 9
-
-    def make(self) -> tuple[jax.Array | None, np.ndarray]:
-        rng = np.random.default_rng(0)
-        batch, users = self.batch, self.users
-        match self.index:
-            case "uniform":
-                index = rng.integers(0, users, batch)
-            case "distinct":
-                index = rng.permutation(users)[:batch]
-            case "zipf":
-                index = (rng.zipf(1.3, batch) - 1) % users
-            case "gaps":
-                index = rng.integers(0, users // 7, batch) * 7
-            case "runs":
-                index = np.repeat(rng.permutation(users), -(-batch // users))[:batch]
-            case "beyond":
-                index = rng.integers(-3, users + 3, batch)
-                index[::50], index[1::50] = -(2**31), 2**31 - 1
-        query = None
-        if self.query is not None:
-            query = jnp.asarray(rng.normal(size=(batch, *self.query)), jnp.bfloat16)
-        return query, index.astype(np.int32)
+    dtype: str = "bfloat16"
 
 
 CASES = {
@@ -117,6 +96,9 @@ CASES = {
     "ranges_of_200": Case(601, 40, "beyond", (1, 2, 64), ctas=3),
     "ranges_of_380": Case(1138, 900, query=(1, 1, 64), ctas=3),
     "ranges_of_512": Case(1535, 2, "beyond", (2, 1, 64), ctas=3),
+    # Queries of several parts, and of no whole part.
+    "odd_queries_f16": Case(41, 6, "beyond", (5, 1, 96), dtype="float16"),
+    "parts_of_queries": Case(19, 4, query=(7, 2, 128)),
     "one_user": Case(4097, 1, query=(1, 1, 64)),
     "distinct": Case(4097, 4097, "distinct", (1, 1, 64)),
     "users_without_candidates": Case(4097, 4096, "gaps"),
@@ -135,7 +117,10 @@ CASES = {
 def test_emulated_order_is_the_stable_sort(name, sm90, monkeypatch) -> None:
     case = CASES[name]
     blocks: tuple[int, ...] | None = None
-    query, index = case.make()
+    index, query = draw_index(case.index, case.batch, case.users), None
+    if case.query is not None:
+        draws = np.random.default_rng(1).normal(size=(case.batch, *case.query))
+        query = jnp.asarray(draws, case.dtype)
     user = np.clip(index, 0, case.users - 1)
     order = np.argsort(user, stable=True)
     is_stored = np.ones(case.batch, bool)

@@ -1,6 +1,7 @@
-"""The PTX of the kernel that copies candidates into the order of users, executed on a CPU."""
+"""The op of attention whose candidates launches put into the order of users, executed on a CPU.
 
-import itertools
+`test_emulated_gathering` has the launches themselves.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -8,61 +9,32 @@ import numpy as np
 import oracle_attention
 import problems
 import pytest
+from problems_look_up import draw_index
 
 import ikbo_jax
 from ikbo_jax.ops import attention, dispatch
 from ikbo_jax.pallas.attention_backward import statistics
-from ikbo_jax.pallas.hopper import mosaic
 from ikbo_jax.pallas.worklist import counted_order
 from ikbo_jax.problems.few_queries import FewQueriesConfig
 from ikbo_jax.reference import attention as reference
 from ikbo_jax.reference import attention_grouped
 
-#: Candidates, users, and [T, N, H].
-CASES = {
-    "one_cta": (5, 3, (1, 1, 64)),
-    "odd_queries_f16": (41, 6, (5, 1, 96)),
-    "parts_of_queries": (19, 4, (7, 2, 128)),
-    "many_candidates": (1300, 7, (1, 1, 64)),
-    "more_users_than_candidates": (9, 1000, (3, 1, 64)),
-}
 
-
-def make(name: str) -> tuple[jax.Array, jax.Array, int]:
-    batch, users, shape = CASES[name]
-    rng = np.random.default_rng(0)
-    dtype = "float16" if name.endswith("f16") else "bfloat16"
-    query = jnp.asarray(rng.normal(size=(batch, *shape)), dtype)
-    return query, jnp.asarray(rng.integers(-1, users + 1, batch), jnp.int32), users
-
-
-#: Cases, whether with x64, and how many queries the launch copies; XLA copies large ones.
-COPIES = [
-    *zip(CASES, itertools.cycle([False, True]), itertools.repeat(counted_order.MOST_COPIED)),
-    ("many_candidates", False, 0),
-]
-
-
-@pytest.mark.parametrize(("name", "has_x64", "most_copied"), COPIES)
-def test_emulated_copies_are_those_of_xla(name, has_x64, most_copied, sm90, monkeypatch) -> None:
-    monkeypatch.setattr(counted_order, "MOST_COPIED", most_copied)
+@pytest.mark.parametrize(
+    ("limit", "number", "launches"),
+    [("MOST_COPIED", 0, ["ikbo_user_order_mosaic_gpu_kernel"]), ("MOST_CANDIDATES", 1299, [])],
+)
+def test_what_the_launch_does_not_take_is_for_xla(
+    limit, number, launches, sm90, monkeypatch
+) -> None:
+    """Copies of large queries, or all of too many candidates."""
+    query = problems.random_array(np.random.default_rng(0), (1300, 1, 1, 64), "bfloat16")
+    index, users = draw_index("beyond", 1300, 7), 7
+    monkeypatch.setattr(counted_order, limit, number)
     monkeypatch.setattr(counted_order, "MOST_CTAS", 5)
-    arguments = make(name)
-    with sm90.emulated(0) as launched, jax.enable_x64(has_x64):
-        found = counted_order.ordered(*arguments)
-    kind = "user_order" if most_copied == 0 else "attention_pack"
-    assert launched == [f"ikbo_{kind}_mosaic_gpu_kernel"]
-    with mosaic.interpreted(True):
-        wanted = counted_order.ordered(*arguments)
-    for x, y in zip(found[:3], wanted[:3], strict=True):
-        assert x.dtype == y.dtype
-        np.testing.assert_array_equal(x, y)
-
-
-def test_too_many_candidates_are_put_into_order_by_xla(monkeypatch) -> None:
-    query, index, users = make("many_candidates")
-    monkeypatch.setattr(counted_order, "MOST_CANDIDATES", len(index) - 1)
-    found = counted_order.ordered(query, index, users, has_position=True)
+    with sm90.emulated(0) as launched:
+        found = counted_order.ordered(query, jnp.asarray(index), users, has_position=True)
+    assert launched == launches
     user = np.clip(index, 0, users - 1)
     order = np.argsort(user, stable=True)
     np.testing.assert_array_equal(found.user, user[order])

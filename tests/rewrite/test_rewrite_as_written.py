@@ -7,19 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
-from rewrite_basics import A, B, D, both, report_of
+from rewrite_basics import A, B, D, report_of, same
 
 import ikbo_jax as ikbo
 
 USER, INDEX = A.user, A.index
 CAND, W = jnp.cos(A.user[A.index]), A.w[:D, :D]
-
-
-def same(fn, *args):
-    """Asserts that a function and its rewrite agree; returns the report."""
-    for x, y in zip(*map(jax.tree.leaves, both(fn, *args)), strict=True):
-        np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5)
-    return report_of(fn, *args)
 
 
 def test_random_bits_of_one_key_in_two_ways() -> None:

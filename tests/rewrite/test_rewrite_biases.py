@@ -7,10 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import problems
 import pytest
-from rewrite_basics import became, check_values_and_gradients, report_of
+from rewrite_basics import became, check_values_and_gradients, report_of, shapes
 
 import ikbo_jax as ikbo
-from ikbo_jax.rewrite.values.jaxprs import inner_programs
 
 B, U, T, S, N, H = 64, 4, 2, 12, 2, 8
 RNG = np.random.default_rng(0)
@@ -92,18 +91,9 @@ CASES = {
 }
 
 
-def all_shapes(program: Any) -> set[tuple[int, ...]]:
-    """Of all results of a program, and of the programs inside."""
-    found = {tuple(v.aval.shape) for eqn in program.eqns for v in eqn.outvars}
-    for eqn in program.eqns:
-        for inner in inner_programs(eqn):
-            found |= all_shapes(inner)
-    return found
-
-
 def copies_keys(fn: Any, *args: Any) -> bool:
-    shapes = all_shapes(jax.make_jaxpr(ikbo.rewrite(fn))(*args).jaxpr)
-    return any(sorted(shape) == sorted((B, S, N, H)) for shape in shapes)
+    found = shapes(jax.make_jaxpr(ikbo.rewrite(fn))(*args))
+    return any(sorted(shape) == sorted((B, S, N, H)) for shape in found)
 
 
 #: Biases and masks of `jax.nn.dot_product_attention`.

@@ -60,6 +60,12 @@ MASKS: dict[str, Any] = {
     "reversed": lambda i, v: (COLUMNS >= ROWS)[None, None],
     "isolated": lambda i, v: ((COLUMNS <= ROWS) & ((COLUMNS < S) | (COLUMNS == ROWS)))[None, None],
     "prefix": lambda i, v: ((COLUMNS < S) | (COLUMNS == ROWS))[None, None],
+    "contextual": lambda i, v: (
+        (COLUMNS <= ROWS) & ((COLUMNS < S) | (COLUMNS == ROWS)) | ((ROWS < 2) & (COLUMNS < S))
+    )[None, None],
+    "whole_history": lambda i, v: (
+        (COLUMNS <= ROWS) & ((COLUMNS < S) | (COLUMNS == ROWS)) | ((ROWS < S) & (COLUMNS < S))
+    )[None, None],
     "only_own": lambda i, v: ((COLUMNS < S) == (ROWS < S))[None, None],
     "leak": lambda i, v: ((COLUMNS <= ROWS) | ((ROWS == 1) & (COLUMNS == S)))[None, None],
     "banded": lambda i, v: ((COLUMNS <= ROWS) & (COLUMNS > ROWS - 3))[None, None],
@@ -95,6 +101,7 @@ SOFTMAXES = {
 #: Weights of the logits x, the mask m, and its numbers; no softmax.
 POINTWISE = {
     "hstu": lambda x, m: jax.nn.silu(x) / L * m.astype(x.dtype),
+    "by_sigmoid": lambda x, m: x * jax.nn.sigmoid(x) / L * m.astype(x.dtype) * 2.0,
     "where_silu": lambda x, m: jnp.where(m, jax.nn.silu(x), 0) * 0.125,
     "where_first": lambda x, m: jax.nn.silu(jnp.where(m, x, 0)),
     "gelu": lambda x, m: jnp.where(m, jax.nn.gelu(x * 0.5), 0),
@@ -150,9 +157,18 @@ def test_other_functions_than_the_softmax(name: str) -> None:
     assert not found, describe(found)
 
 
-@pytest.mark.parametrize("name", ["hstu", "where_silu", "gelu", "relu", "squared_relu", "maximum"])
-def test_functions_that_are_recognised(name: str) -> None:
-    recognised = pointwise(name, "tril", 2)
+@pytest.mark.parametrize(
+    ("name", "mask"),
+    [
+        *((name, "tril") for name in ("where_silu", "gelu", "relu", "squared_relu", "maximum")),
+        *itertools.product(
+            ("hstu", "by_sigmoid", "where_first"),
+            ("tril", "isolated", "banded", "contextual", "whole_history", "valid_and_causal"),
+        ),
+    ],
+)
+def test_functions_that_are_recognised(name: str, mask: str) -> None:
+    recognised = pointwise(name, mask, 2)
     assert "attention with own tokens" in became(recognised.fn, *recognised.args)
 
 
@@ -251,6 +267,7 @@ def test_every_mask(mask: str) -> None:
         for (n, fill), (m, sequence) in pairs
         if (n + m + turn) % 2 == 0
     ]
+    cases.append(case(mask=mask, fill="-jnp.inf", put_in="add", sequence="candidate"))
     found = faults(cases)
     assert not found, describe(found)
 

@@ -11,16 +11,13 @@ from rewrite_basics import (
     D,
     H,
     U,
-    assert_same_up_to_rounding,
-    both,
     check,
     check_values_and_gradients,
     close,
-    computed,
     equations,
     report_of,
-    without_costs,
 )
+from test_rewrite_shared import check_calls
 
 import ikbo_jax as ikbo
 
@@ -93,14 +90,8 @@ def looking_up(jit):
 
 
 def test_a_program_of_its_own_does_and_reports_what_one_in_place_does() -> None:
-    jitted, in_place = looking_up(jax.jit), looking_up(lambda f: f)
-    calls = equations(jitted, *ARGS)
     # All but the first, those in the scan, and the last, of which one result alone is needed.
-    assert len([e for e in calls if e.params.get("name") == "layer"]) == 2
-    ours, plain = both(jitted, *ARGS)
-    assert_same_up_to_rounding(ours, plain)
-    close(ours, computed(ikbo.rewrite(in_place), *ARGS))
-    assert without_costs(report_of(jitted, *ARGS)) == without_costs(report_of(in_place, *ARGS))
+    check_calls(looking_up, ARGS, 1, 2)
 
 
 def in_a_row(jit):

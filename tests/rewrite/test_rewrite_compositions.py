@@ -63,6 +63,51 @@ OPS = {"compression": compression, "attention": attention}
 MODELS = {**OPS, "by_its_own_rule": by_its_own_rule}
 
 
+def activation(x):
+    return jnp.atan(x) @ jnp.linspace(-1, 1, D * D, dtype=x.dtype).reshape(D, D)
+
+
+@jax.jit
+def repeated(x):
+    return jnp.sin(activation(x * 0.5 + 1)) * 0.5 - 1
+
+
+@jax.custom_jvp
+def with_its_own_derivative(x):
+    return activation(x)
+
+
+with_its_own_derivative.defjvp(
+    lambda primals, tangents: (
+        activation(*primals),
+        jax.jvp(activation, (primals[0],), (jnp.cos(primals[0]) * tangents[0],))[1],
+    )
+)
+
+#: How a model calls the function that has the rule.
+CALLS: dict[str, Callable[..., Any]] = {
+    "in_jit": jax.jit(activation),
+    "in_jit_again": lambda x: repeated(repeated(repeated(x))),
+    "in_checkpoint": jax.checkpoint(activation),
+    "in_scan": lambda x: lax.scan(lambda c, w: (activation(c) * w, None), x, jnp.ones(2, x.dtype))[
+        0
+    ],
+    "in_cond": lambda x: lax.cond(x[0, 0] > -100, activation, jnp.sin, x),
+    "in_custom_jvp": with_its_own_derivative,
+    "in_custom_jvp_in_jit": jax.jit(with_its_own_derivative),
+}
+
+
+def calling(call: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda weight, user, cand, index: (
+        jnp.tanh(call(user[index].sum(axis=1)) * cand.sum(axis=1)) * weight[0, 0]
+    )
+
+
+OF_CALLS = {name: calling(call) for name, call in CALLS.items()}
+EVERY = {**MODELS, **OF_CALLS}
+
+
 def zeros_like_results(fn: Callable[..., Any]) -> Callable[..., Any]:
     def zeros(*args: Any) -> Any:
         like = jax.eval_shape(fn, *args)
@@ -118,7 +163,7 @@ def check_order(model: str, order: tuple[str, ...], dtype: str = "float32") -> N
     def of(fn: Callable[..., Any]) -> Any:
         return functools.reduce(lambda fn, name: transformations[name](fn), order, fn)
 
-    check(of, MODELS[model], *arguments(dtype), bound=1e-5 if dtype == "float32" else 1e-12)
+    check(of, EVERY[model], *arguments(dtype), bound=1e-5 if dtype == "float32" else 1e-12)
 
 
 @pytest.mark.parametrize("x64", [False, True])
@@ -157,16 +202,16 @@ FORWARD_MODE = [
     ("jit", "vmap", "jvp"),
     ("grad", "jvp"),
 ]
+OF_EACH_CALL = [("grad",), ("jit", "grad"), ("grad", "jit"), ("grad", "vmap"), ("grad", "grad")]
 ORDERS = [
     *pairs(),
     *itertools.product(MODELS, THREE),
     *(("by_its_own_rule", order) for order in FORWARD_MODE),
+    *itertools.product(OF_CALLS, OF_EACH_CALL),
 ]
 
 
-@pytest.mark.parametrize(
-    ("model", "order"), ORDERS, ids=lambda x: x if x in MODELS else "-".join(x)
-)
+@pytest.mark.parametrize(("model", "order"), ORDERS, ids=lambda x: x if x in EVERY else "-".join(x))
 def test_values(model: str, order: tuple[str, ...]) -> None:
     check_order(model, order)
 
@@ -291,6 +336,21 @@ def test_a_rewritten_function_in_a_rewritten_function(model: str) -> None:
     check_compiled(around, model, *args)
 
 
+def test_a_rewritten_function_closes_over_tracers() -> None:
+    def around(fn):
+        rewrite = ikbo.rewrite if getattr(fn, "_ikbo_rewritten", False) else lambda fn: fn
+
+        def whole(weight, user, cand, index):
+            return jnp.sum(rewrite(lambda cand: fn(weight, user, cand, index))(cand))
+
+        return jax.grad(whole, 1)
+
+    args = arguments()
+    check_compiled(around, "by_its_own_rule", *args)
+    with jax.checking_leaks():
+        jax.make_jaxpr(around(ikbo.rewrite(functools.partial(by_its_own_rule))))(*args)
+
+
 @pytest.mark.parametrize("outer", [jax.jit, lambda fn: fn, TRANSFORMATIONS["vmap"]])
 def test_checks_see_the_program(outer: Callable[..., Any]) -> None:
     """`checkify` checks the equations of the original."""
@@ -308,10 +368,16 @@ def test_checks_see_the_program(outer: Callable[..., Any]) -> None:
 
 
 @pytest.mark.usefixtures("new_objects_alone")
-@pytest.mark.parametrize("order", OF_VMAP)
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(
+    ("model", "order"),
+    [
+        *itertools.product(MODELS, OF_VMAP),
+        *itertools.product(OF_CALLS, [(), ("grad",), ("jvp",)]),
+    ],
+)
 def test_no_variant_holds_tracers(model: str, order: tuple[str, ...]) -> None:
-    fn = functools.partial(MODELS[model])
-    whole = functools.reduce(lambda fn, name: TRANSFORMATIONS[name](fn), order, ikbo.rewrite(fn))
+    fn = functools.partial(EVERY[model])
+    of_each = TRANSFORMATIONS | FORWARD
+    whole = functools.reduce(lambda fn, name: of_each[name](fn), order, ikbo.rewrite(fn))
     with jax.checking_leaks():
         jax.make_jaxpr(whole)(*arguments())

@@ -13,7 +13,13 @@ import problems
 import pytest
 from jax._src.cudnn import fused_attention_stablehlo as cudnn
 from jax.extend import core
-from rewrite_basics import computed, gradients_by_all, largest_outside_ops, report_of
+from rewrite_basics import (
+    computed,
+    every_equation,
+    gradients_by_all,
+    largest_outside_ops,
+    report_of,
+)
 
 import ikbo_jax as ikbo
 
@@ -49,16 +55,8 @@ def model(history, query, w_k, w_v, *, implementation="cudnn", lengths=None, cop
 
 
 def calls_of_cudnn(fn, *args) -> list[core.JaxprEqn]:
-    """All of a program, and of the programs in it."""
-
-    def visit(jaxpr):
-        for eqn in jaxpr.eqns:
-            if eqn.primitive.name == "dot_product_attention_fwd_wrapper":
-                yield eqn
-            for inner in core.jaxprs_in_params(eqn.params):
-                yield from visit(inner)
-
-    return list(visit(jax.make_jaxpr(fn)(*args).jaxpr))
+    found = every_equation(jax.make_jaxpr(fn)(*args))
+    return [eqn for eqn in found if eqn.primitive.name == "dot_product_attention_fwd_wrapper"]
 
 
 ARGS = (HISTORY, QUERY, W_K, W_V)

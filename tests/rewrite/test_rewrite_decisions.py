@@ -57,6 +57,31 @@ LEFT = {
         "mix(softmax((L(q) + jnp.where(M, 0, -1e4)).astype(jnp.bfloat16)))",
         "-9984 is added to its logits",
     ),
+    "maximum of other logits": (
+        "mix((lambda x: (lambda e: e / e.sum(-1, keepdims=True))"
+        "(jnp.exp(x - (2 * x).max(-1, keepdims=True))))(L(q)))",
+        "attention is not recognised: ",
+    ),
+    "heads merged first": (
+        "jnp.einsum('bms,bsh->bmh', softmax(L(q)).reshape(B, -1, S), v[i].sum(2))",
+        "attention is not recognised: ",
+    ),
+    "rounded logits": ("mix(softmax(jnp.round(L(q))))", "attention is not recognised: "),
+    "sigmoid": ("mix(nn.sigmoid(L(q)))", "attention is not recognised: "),
+    "shifted activation": ("mix(nn.gelu(L(q) + 0.1))", "attention is not recognised: "),
+    "gate of a row": (
+        "(lambda x: mix(x * nn.sigmoid(x.max(-1, keepdims=True))))(L(q))",
+        "attention is not recognised: ",
+    ),
+    "gate by other logits": (
+        "mix(L(q) * nn.sigmoid(L(q + 1)))",
+        "attention is not recognised: ",
+    ),
+    "mask before an activation": (
+        "mix(nn.relu(jnp.where(C, L(q), -1e9)))",
+        "attention is not recognised: ",
+    ),
+    "logits also returned": ("x = L(q)\nout = mix(softmax(x)), x", ""),
 }
 LOOKUPS = {
     "bound reached": "jnp.tanh(nn.relu(u[jnp.clip(j, 0, U)] @ w) @ w)",

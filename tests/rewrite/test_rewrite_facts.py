@@ -317,6 +317,7 @@ def test_lengths(fn, is_length: bool) -> None:
         (lambda n: (np.arange(4) < n[:, None])[:, None], 0, False),
         (lambda n: (np.arange(4) < n[:, None]).reshape(1, 4, 4), 2, True),
         (lambda n: (np.arange(4) < n[:, None]).reshape(1, 4, 4), 1, False),
+        (lambda n: np.arange(4)[None] < n[None], 1, False),
     ],
 )
 def test_lengths_of_as_many_users_as_keys(fn, dim: int, is_length: bool) -> None:

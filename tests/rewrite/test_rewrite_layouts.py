@@ -12,7 +12,7 @@ import layout_sequences  # noqa: F401
 import numpy as np
 import pytest
 from jax import lax
-from layout_table import LAYOUTS
+from layout_table import LAYOUTS, D, S
 from rewrite_basics import (
     both,
     check,
@@ -22,11 +22,11 @@ from rewrite_basics import (
     gradients_by_all,
     loss,
     report_of,
+    shapes,
     share_saved,
 )
 
 import ikbo_jax as ikbo
-from ikbo_jax.rewrite.values import jaxprs
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -35,9 +35,10 @@ def test_share_removed(name: str) -> None:
     layout = LAYOUTS[name]
     args = layout.args()
     assert share_saved(layout.fn, *args) >= layout.saved
+    # An op's XLA path, which runs on CPUs, may hold them.
     program = jax.make_jaxpr(ikbo.rewrite(layout.fn))(*args)
-    assert not set(_shapes(program.jaxpr)).intersection(layout.never)
-    copied = set(_shapes(jax.make_jaxpr(layout.fn)(*args).jaxpr)).intersection(layout.never)
+    assert not shapes(program, inside_ops=False).intersection(layout.never)
+    copied = shapes(jax.make_jaxpr(layout.fn)(*args)).intersection(layout.never)
     assert copied or not layout.never
     report = report_of(layout.fn, *args)
     assert layout.op in report.details, report
@@ -92,16 +93,6 @@ def test_modules_of_flax(modules, name: str) -> None:
                 np.testing.assert_allclose(x, y, rtol=0, atol=2e-5 * scale)
 
 
-def _shapes(program):
-    for eqn in program.eqns:
-        # The op's XLA path, which runs on CPUs, may hold them.
-        if eqn.params.get("name") in ("_attention", "_gdpa"):
-            continue
-        yield from (v.aval.shape for v in eqn.outvars if hasattr(v.aval, "shape"))
-        for inner in jaxprs.inner_programs(eqn):
-            yield from _shapes(inner)
-
-
 def _fields(x: jax.Array, y: jax.Array) -> jax.Array:
     return jnp.concatenate([x[INDEX], y[:, None]], axis=1)
 
@@ -127,3 +118,37 @@ def test_reshapes_permute(name: str) -> None:
     x, y = (jnp.asarray(rng.standard_normal(s, np.float32)) for s in ((4, 6, 5), (12, 5)))
 
     check_values_and_gradients(lambda x, y: jnp.tanh(PERMUTED[name](jnp.sin(x), y)), x, y)
+
+
+#: Ways to repeat [S, D / 2] to [S, D].
+REPEATS = {
+    "tile": lambda x: jnp.tile(x, (1, 2)),
+    "tile_of_a_batch": lambda x: jnp.tile(x[None], (1, 1, 2)),
+    "repeat": lambda x: jnp.repeat(x, 2, axis=1),
+    "concatenate": lambda x: jnp.concatenate([x, x], axis=1),
+    "stack": lambda x: jnp.stack([x, x], axis=-1).reshape(S, D),
+    "broadcast": lambda x: jnp.broadcast_to(x[:, None], (S, 2, D // 2)).reshape(S, D),
+    "gather": lambda x: x[:, jnp.arange(D) % (D // 2)],
+    "resized": lambda x: jnp.resize(x.T, (D, S)).T,
+}
+
+
+@pytest.mark.parametrize("name", REPEATS)
+@pytest.mark.parametrize("is_input", [False, True])
+def test_repeated_positions_are_no_obstacle(name: str, is_input: bool) -> None:
+    """As in Phoenix, whose queries and keys are rotated by phases that both halves share."""
+    rng = np.random.default_rng(0)
+    x, w = (jnp.asarray(rng.standard_normal(shape, np.float32)) for shape in ((4, S, D), (D, D)))
+    index = jnp.asarray(rng.integers(0, 4, 24), jnp.int32)
+    given = jnp.linspace(0.5, 1, S * D // 2, dtype=jnp.float32).reshape(S, D // 2)
+
+    def fn(x, phase):
+        # Positions that are computed, or are an input that no user determines.
+        fixed = jnp.outer(jnp.arange(S, dtype=jnp.float32), jnp.linspace(0.1, 1, D // 2))
+        phase = phase if is_input else jnp.sin(fixed)
+        repeated = jnp.cos(REPEATS[name](phase)).reshape(1, S, D)
+        return ((x[index] @ w) * repeated) @ w
+
+    report = report_of(fn, x, given)
+    assert report.flops_saved >= 0.8 * report.costs.original.flops, str(report)
+    check(lambda fn: fn, fn, x, given)

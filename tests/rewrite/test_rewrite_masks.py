@@ -141,6 +141,15 @@ def biased(bias):
     return attend
 
 
+def grouped(x):
+    """As in Phoenix: two query heads of a key head, a cap, and padding that sees itself alone."""
+    q, k, v = x.q[:, :, None], x.k[:, :, :1], x.v[:, :, :1]
+    logits = 2 * jnp.tanh(jnp.einsum("btgnh,bsgh->bgnts", q, k) / 2)
+    seen = jnp.maximum(valid(x, False).astype("float32") * recsys_mask(), jnp.eye(L)[None, None])
+    weights = jax.nn.softmax(jnp.where((seen != 0)[:, :, None], logits, -1e30), axis=-1)
+    return jnp.einsum("bgnts,bsgh->btgnh", weights, v)[:, :, 0]
+
+
 def of_jax(**kwargs):
     return lambda x: jax.nn.dot_product_attention(x.q, x.k, x.v, **kwargs)
 
@@ -168,6 +177,7 @@ SEQUENCES = {
     )(x),
     "lengths, window": masked(lambda x: CAUSAL & valid(x) | jnp.eye(L, dtype=bool)[None, None]),
     "padding times mask": masked(lambda x: valid(x).astype("float32") * recsys_mask(), cap=2.0),
+    "grouped heads": grouped,
     "ends by candidate": masked(
         lambda x: CAUSAL & ((AT[None] < x.ends[:, None]) | (AT[None] >= S))[:, None, None]
     ),

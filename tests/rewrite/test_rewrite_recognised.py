@@ -1,6 +1,6 @@
 """Spellings of attention that are right stay recognised, each as itself, in every dtype.
 
-What else is recognised in f32 stands in `test_rewrite_attention`.
+What is left as it is, with the reasons, stands in `test_rewrite_decisions`.
 """
 
 import functools
@@ -53,6 +53,7 @@ SOFTMAXES = [
     "mix(softmax(jnp.where(at < N, jnp.where(M, L(q), -1e9), -1e9)))",
     "mix(softmax(L(q) + jnp.where(M, 0.0, -1e4)))",
     "mix(without_max(L(q)))",
+    "mix(nn.softmax(L(q).astype(f32), axis=-1).astype(q.dtype))",
     "mix(by_hand(jnp.where(M, L(q), -1e9)))",
     "mix(by_hand_stopped(jnp.where(M, L(q), -1e9)))",
 ]
@@ -112,14 +113,55 @@ def test_masked_softmax_is_recognised(dtype: str) -> None:
     assert_same(cases)
 
 
+def test_keys_are_put_in_order_only_if_the_mask_is_no_length() -> None:
+    def sorts(fn, *args) -> int:
+        return str(jax.make_jaxpr(fn)(*args)).count(" sort[")
+
+    # Of the candidates, by user.
+    of_the_op = sorts(ikbo.attention, *_args("float32"), jnp.asarray(INDEX))
+    assert of_the_op == 1
+    for mask, of_keys in (("at < N", 0), ("M", 1)):
+        case = attention(f"mix(softmax(jnp.where({mask}, L(q), -1e30)))")
+        assert sorts(ikbo.rewrite(case.fn), *case.args) == of_keys + of_the_op
+
+
+def test_keys_out_of_bounds_are_recognised() -> None:
+    case = attention("mix(softmax(L(q)))", rows="jnp.take(X, j, axis=0)")
+    became(case, "attention")
+    assert_same([case])
+
+
 @pytest.mark.parametrize("dtype", EACH_DTYPE)
-def test_attention_of_jax_with_mask_and_with_lengths(dtype: str) -> None:
+def test_attention_of_jax_and_under_vmap(dtype: str) -> None:
     def masked(q, k, v, i, kept, scale=None):
         mask = kept[i][:, None, None, :]
         return jax.nn.dot_product_attention(q, k[i], v[i], mask=mask, scale=scale)
 
     def with_lengths(q, k, v, i, lengths):
         return jax.nn.dot_product_attention(q, k[i], v[i], key_value_seq_lengths=lengths[i])
+
+    def of_one_key_head(q, k, v, i):
+        return jax.nn.dot_product_attention(q, k[i][:, :, :1], v[i][:, :, :1])
+
+    def of_one_user(q, k, v):
+        copies = (jnp.broadcast_to(x[:1], (B, S, N, H)) for x in (k, v))
+        return jax.nn.dot_product_attention(q, *copies)
+
+    def of_candidates_under_vmap(q, k, v, i):
+        def one(query, user):
+            logits = jnp.einsum("tnh,snh->nts", query, k[user]) / H**0.5
+            return jnp.einsum("nts,snh->tnh", jax.nn.softmax(logits, axis=-1), v[user])
+
+        return jax.vmap(one)(q, i)
+
+    def of_tasks_under_vmap(q, k, v, i):
+        """The tasks have their own queries and keys, of one head each, and share the values."""
+
+        def task(query, key):
+            logits = jnp.einsum("bth,bsh->bts", query, key[i])
+            return jax.nn.softmax(logits, axis=-1) @ v[i][:, :, 0]
+
+        return jax.vmap(task, in_axes=(2, 2), out_axes=2)(q, k)
 
     # With a key for each user: what jax.nn makes of a user without keys is another test's matter.
     kept, lengths = jnp.asarray(KEPT).at[0, 1].set(True), jnp.asarray(LENGTHS).at[0].set(1)
@@ -128,10 +170,15 @@ def test_attention_of_jax_with_mask_and_with_lengths(dtype: str) -> None:
         Case("mask", masked, (*_args(dtype), index, kept)),
         Case("lengths", with_lengths, (*_args(dtype), index, lengths)),
         Case("scale", functools.partial(masked, scale=0.2), (*_args(dtype), index, kept)),
+        Case("one user", of_one_user, _args(dtype)),
+        *(
+            Case(fn.__name__, fn, (*_args(dtype), index))
+            for fn in (of_one_key_head, of_candidates_under_vmap, of_tasks_under_vmap)
+        ),
         Case("users without keys", masked, (*_args(dtype), index, jnp.asarray(KEPT))),
         Case("lengths of 0", with_lengths, (*_args(dtype), index, jnp.asarray(LENGTHS))),
     ]
-    for case in cases[:3]:
+    for case in cases[:-2]:
         became(case, "attention")
     assert_same(cases)
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import problems
 import pytest
-from jax import export, lax
+from jax import lax
 from jax.experimental import io_callback
 from rewrite_basics import report_of, same
 
@@ -63,30 +63,6 @@ def test_weak_types_are_kept() -> None:
     same(lambda x, i: (x * jnp.ones((U, D)))[i].sum() * 2, 2.0 * jnp.float32(1), INDEX)
     same(lambda x, i: jnp.broadcast_to(x, (U,))[i] * 2, jnp.asarray(2.0), INDEX)
     same(fn, USER, INDEX)
-
-
-# Symbolic dimensions.
-
-
-@pytest.mark.parametrize(
-    ("polymorphic", "constraint"), [("batch", "b >= 8"), ("users", "u <= 8"), ("both", "b >= 2*u")]
-)
-def test_export_with_symbolic_dimensions(polymorphic: str, constraint: str) -> None:
-    b, u = export.symbolic_shape("b, u", constraints=[constraint])
-    rows = {"batch": (b, U), "users": (B, u), "both": (b, u)}[polymorphic]
-
-    def fn(user, cand, index):
-        users = jnp.tanh(user[index] @ W)
-        x = jnp.concatenate([users, cand], axis=1) @ jnp.concatenate([W, W])
-        tokens = jnp.tile(user, (2, 1))
-        return x + users, tokens.sum(axis=0)
-
-    args = [((rows[1], D), "float32"), ((rows[0], D), "float32"), ((rows[0],), "int32")]
-    specs = [jax.ShapeDtypeStruct(*x) for x in args]
-    exported = export.export(jax.jit(ikbo.rewrite(fn)))(*specs)
-    for x, y in zip(exported.call(USER, CAND, INDEX), fn(USER, CAND, INDEX), strict=True):
-        np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5)
-    assert report_of(fn, *specs).changed
 
 
 # Effects.

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from lookalikes import INDEX, KEY, QUERY, VALUE, B, D, S, T, U
-from rewrite_basics import check_values_and_gradients, same
+from rewrite_basics import check_values_and_gradients, every_equation, same
 
 import ikbo_jax as ikbo
 
@@ -95,17 +95,10 @@ def test_complex_numbers_and_integers() -> None:
 # The precision of products.
 
 
-def products_of(program) -> list:
-    found = []
-    for eqn in program.eqns:
-        if eqn.primitive.name == "dot_general":
-            found.append(eqn.params["precision"])
-        for inner in jax.tree.leaves(
-            list(eqn.params.values()), is_leaf=lambda x: hasattr(x, "eqns")
-        ):
-            inner = getattr(inner, "jaxpr", inner)
-            found += products_of(inner) if hasattr(inner, "eqns") else []
-    return found
+def precisions_of(fn, *args) -> list:
+    """Of the products in the rewritten program."""
+    found = every_equation(jax.make_jaxpr(ikbo.rewrite(fn))(*args))
+    return [eqn.params["precision"] for eqn in found if eqn.primitive.name == "dot_general"]
 
 
 @pytest.mark.parametrize("precision", ["highest", "high"])
@@ -117,9 +110,8 @@ def test_precision_of_attention_is_kept(act: str, precision: str) -> None:
         return jnp.einsum("bnts,bsnh->btnh", p, v[INDICES], precision=precision)
 
     expected = jax.lax.Precision[precision.upper()]
-    program = jax.make_jaxpr(ikbo.rewrite(fn))(QUERY, KEY, VALUE)
-    precisions = products_of(program.jaxpr)
-    assert precisions, program
+    precisions = precisions_of(fn, QUERY, KEY, VALUE)
+    assert precisions
     assert all(p in (expected, (expected, expected)) for p in precisions), precisions
 
 
@@ -132,7 +124,7 @@ def test_precision_of_other_products_is_kept() -> None:
         return both, jnp.einsum("mk,bkn->bmn", r, rows, precision=high)
 
     args = [jnp.ones(s) for s in ((U, D), (B, D), (D, D), (2 * D, D), (4, 5), (U, 3, D), (B, 2, D))]
-    precisions = products_of(jax.make_jaxpr(ikbo.rewrite(fn))(*args, INDICES).jaxpr)
+    precisions = precisions_of(fn, *args, INDICES)
     high = jax.lax.Precision.HIGHEST
     assert precisions
     assert all(p in (high, (high, high)) for p in precisions), precisions

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from lookalike_grammar import ACTIVATIONS, changed, once, weights
 from lookalikes import (
     BF16,
     CONSUMERS,
@@ -24,73 +25,31 @@ from rounding_rule import Case, assert_same, describe, faults
 
 import ikbo_jax as ikbo
 
-# 1 and 2: activations that are no known one.
+# 1 to 3: activations that are no known one, stops, and derivatives of their own.
 
+FUNCTIONS = (
+    "nn.relu(x)",
+    "nn.silu(x)",
+    "softmax(x)",
+    "nn.gelu(x)",
+    "by_hand(x)",
+    "nn.relu(x) ** 2",
+)
 CURVES = [
-    "mix(nn.silu(jnp.clip(L(8 * q), -10, 10)))",
-    "mix(jnp.minimum(nn.relu(L(8 * q)), 10))",
-    "mix(jnp.clip(nn.gelu(L(8 * q)), -10, 10))",
-    "mix(jnp.minimum(nn.relu(L(30 * q)) ** 2, 100))",
-    "mix(jnp.where(L(30 * q) < -40, -1, nn.relu(L(30 * q))))",
-    "mix((lambda x: jnp.where(x < -40, -1, nn.relu(x)))(L(30 * q)))",
-    "mix(nn.relu(L(q)) + 0.2)",
-    "mix(nn.relu(L(q) - 0.3))",
-    "mix((lambda x: jnp.where(x > -2, nn.silu(x), 0))(L(q)))",
-    "mix(nn.leaky_relu(L(q), 0.03))",
-    "mix(nn.leaky_relu(L(q), 0.05))",
-    "mix(nn.leaky_relu(L(q), 0.011))",
-    "mix(nn.mish(L(q)))",
-    "mix(30 * jnp.tanh(nn.relu(L(8 * q)) / 30))",
-    "mix(nn.relu(30 * jnp.tanh(L(8 * q) / 30)))",
-    "mix(nn.relu6(L(8 * q)))",
-    "mix(nn.silu(L(q)) * 1.0 + 1e-3)",
-    "mix(nn.relu(L(q)) ** 2 + 0.01 * L(q))",
-    "mix(nn.gelu(L(q) + 0.05))",
-    "mix(L(q) * nn.sigmoid(1.5 * L(q)))",
-    "mix(nn.elu(L(q)))",
-    "mix(nn.celu(L(q), 0.2))",
-    "mix(nn.softplus(L(8 * q)))",
-    "mix(jnp.maximum(L(8 * q), -20) * (L(8 * q) > 0))",
-    "mix(jnp.maximum(L(q), 1e-2))",
-    "mix(L(q))",
-    "mix(nn.hard_swish(jnp.minimum(L(8 * q), 8)))",
-    "mix(nn.silu(L(q).astype(bf16)).astype(L(q).dtype))",
-    "mix(nn.relu(L(q)).astype(f16).astype(q.dtype))",
+    *(attention(weights(text, scale=8)) for text in once(ACTIVATIONS)),
+    *every(map(weights, once(ACTIVATIONS)), BF16 + F16),
+    *every(changed(FUNCTIONS), F32),
+    *every(changed(FUNCTIONS[1:]), BF16),
 ]
-
-test_activations_are_not_mistaken = are_same(every(CURVES), 9)
-
-
-# 3: stops and derivatives of their own.
+test_activations_and_changes_are_not_mistaken = are_same(CURVES, 12)
 
 STOPS = [
-    "mix(stop(softmax(L(q))))",
-    "mix(softmax(stop(L(q))))",
     "mix(softmax(L(stop(q))))",
-    "mix(by_hand(stop(L(q))))",
     "mix(softmax(0.5 * stop(2 * L(q))))",
-    "mix(stop(nn.relu(L(q))))",
-    "mix(nn.relu(stop(L(q))))",
-    "mix(straight_through(nn.relu)(L(q)))",
-    "mix(straight_through(jnp.round)(L(q)))",
-    "mix(nn.silu(straight_through(jnp.round)(L(q))))",
-    "mix(with_slope(nn.relu, 2.0)(L(q)))",
-    "mix(with_slope(nn.gelu, 0.0)(L(q)))",
-    "mix(with_slope(lambda x: x, -1.0)(nn.silu(L(q))))",
-    "mix(nn.silu(with_slope(lambda x: x, 0.5)(L(q))))",
-    "mix(with_slope(softmax, 2.0)(L(q)))",
-    "mix(softmax(with_slope(lambda x: x, 3.0)(L(q))))",
-    "mix(with_gradient(nn.relu, 2.0)(L(q)))",
-    "mix(with_gradient(softmax, 2.0)(L(q)))",
-    "mix(softmax(with_gradient(lambda x: x, 3.0)(L(q))))",
-    "mix(L(q) * stop(nn.sigmoid(L(q))))",
-    "mix((lambda x, e: e / stop(e.sum(-1, keepdims=True)))(L(q), jnp.exp(L(q))))",
-    "mix((lambda e: e / stop(e.sum(-1, keepdims=True)))(jnp.exp(L(q))))",
     "mix((lambda x: softmax(jnp.where(M, stop(x), -1e9)))(L(q)))",
     "stop(mix(softmax(L(q)))) + mix(nn.relu(L(q)))",
 ]
-
-test_derivatives_are_the_original_ones = are_same(every(STOPS, F32) + every(STOPS[::3], BF16), 8)
+test_derivatives_are_the_original_ones = are_same(every(STOPS, F32 + BF16), 8)
 
 
 # 5: indices out of bounds.

@@ -1,7 +1,9 @@
 """A grammar of programs that resemble what `ikbo.rewrite` knows, drawn by number."""
 
+import itertools
 import random
 import re
+from collections.abc import Iterable, Iterator
 
 from lookalikes import MODES, attention, lookup, mixed
 from rounding_rule import Case
@@ -141,6 +143,15 @@ PUT_IN = (
 SCALES = ("x * 1e-6", "x * 0.5", "x * -1", "x * 30", "x / 2", "x * 1e-4", "0.1 * x", "x / -4")
 #: What rows are looked up by.
 INDICES = ("j", "j", "j", "i", "J", "i - U", "jnp.clip(j, 0, U - 1)", "j % U", "jnp.abs(j)", "-i")
+#: Other ways to a row for each candidate: copies of users or of one user, rows of rows, a table.
+SOURCES = {
+    "repeat": "jnp.repeat(X, B // U, axis=0)",
+    "tile": "jnp.tile(X, (B // U, *(1,) * (X.ndim - 1)))",
+    "one": "jnp.broadcast_to(X[:1], (B, *X.shape[1:]))",
+    "levels": "X[jnp.array([1, 0, 1])][i]",
+    "both": "(X[jnp.array([1, 0, 1])] * X)[i]",
+    "items": "jnp.concatenate([X, X[:2] * 2])[jnp.array([3, 0, 4, 4, 1, 3])]",
+}
 #: What may happen to a list of looked-up rows, x; most of it is work on users.
 ROW_STEPS = (
     *("nn.relu(x @ w)", "jnp.tanh(x)", "x ** 0", "x * c", "c - x", "x * x", "x + c.sum()"),
@@ -226,6 +237,26 @@ ROW_STEPS = (
         "lax.fori_loop(0, 2, lambda n, h: h + x * c, jnp.ones_like(x)) @ w",
         "lax.reduce_window(x, 0.0, lax.add, (1, 2), (1, 1), 'SAME') @ w",
         "lax.reduce_window(x, 0.0, lax.add, (2, 1), (1, 1), 'SAME') @ w",
+        "lax.scan(lambda h, s: (jnp.tanh(h @ w) * s + x, h.sum(1)), x, w[0])[1].T @ w",
+    ),
+    *(
+        "nn.gelu(x)",
+        "jnp.sort(x, axis=1)",
+        "x.reshape(B // 2, -1).reshape(B, -1)",
+        "x[jnp.array([3, 0, 5, 2, 2, 1])]",
+        "x - x.mean(0, keepdims=True)",
+        "x[:, ::2] @ w[:2]",
+        "nn.standardize(x, epsilon=1e-3)",
+        "straight_through(jnp.round)(2 * x)",
+        "with_gradient(lambda x: jnp.round(4 * x) / 4 + x, 0.5)(x)",
+        "jnp.einsum('bd,bd->b', x, c)[:, None] * c",
+        "jax.jit(lambda x: jnp.cos(x[:, :1]) * x)(x)",
+        "jax.checkpoint(lambda x: jnp.sin(x) @ w)(x)",
+        "lax.cond(w[0, 0] > 0, lambda x: x * 2, jnp.tanh, x)",
+        "jnp.cumsum(x.reshape(B, 2, 2).transpose(0, 2, 1), axis=1).max(axis=2) @ w[:2]",
+        "jnp.einsum('bs,bsd->bd', softmax(jnp.einsum('bd,bsd->bs', x, ROWS(t))), ROWS(t))",
+        "jnp.take(w, jnp.clip(jnp.floor(2 * x), 0, 3).astype(int).reshape(-1), axis=0)"
+        ".reshape(B, -1, H).sum(1)",
     ),
 )
 
@@ -277,6 +308,38 @@ def _mixed(rng: random.Random, number: int) -> Case:
     derivative = rng.choices(("reverse", "forward"), (85, 15))[0]
     scale = rng.choice((1.0, 1.0, 1024.0, 2.0**15)) if dtype != "bfloat16" else 1.0
     return mixed("\n".join(lines), dtype, rng.choice(CANDIDATES), scale, derivative, f"{number}: ")
+
+
+def weights(*changes: str, scale: float = 1) -> str:
+    """The program of attention whose logits, scaled, become weights by these changes in turn."""
+    lines = [f"x = L({scale} * q)", *(f"x = {change}" for change in changes), "out = mix(x)"]
+    return "\n".join(lines)
+
+
+def once(texts: Iterable[str]) -> list[str]:
+    """The texts of a table, which may list one several times so that more draws have it."""
+    return list(dict.fromkeys(texts))
+
+
+def changed(functions: Iterable[str]) -> Iterator[str]:
+    """Programs of every change before and after a function of the logits; these take turns."""
+    turns = itertools.cycle(functions)
+    for n, change in enumerate(once(CHANGES)):
+        c, d = (repr(CONSTANTS[(n + k) % 5 + 2]) for k in (0, 2))
+        change = re.sub(r"\bd\b", d, re.sub(r"\bc\b", c, change))
+        yield weights(change, next(turns), scale=8)
+        yield weights(next(turns), change, scale=8)
+
+
+def masked() -> Iterator[tuple[str, ...]]:
+    """Some triples of a fill, a spelling of the mask and a scale; every pair of two is in some."""
+    triples = itertools.product(
+        enumerate(once(FILLS)), enumerate(once(PUT_IN)), enumerate(["x", *SCALES])
+    )
+    for (n, fill), (m, put_in), (k, scale) in triples:
+        # 0 * inf: all of it is NaN.
+        if (n + m + k) % 3 == 0 and (fill != "-inf" or "(1 -" not in put_in):
+            yield put_in.replace("MASK", "M").replace("FILL", fill), scale
 
 
 def draw(number: int) -> Case:
@@ -376,11 +439,19 @@ def draw_lookup(number: int) -> Case:
     return _lookup(random.Random(number), number)
 
 
+def step_of(source: str, step: str) -> Case:
+    """One of `ROW_STEPS` on rows from one of `SOURCES`, beside the candidates' rows."""
+    lines = [f"rows = lambda X: {SOURCES[source]}", "x = rows(u)"]
+    lines += [f"x = {step.replace('ROWS', 'rows')}", "out = x @ w * c if x.shape == c.shape else x"]
+    return lookup("\n".join(lines))
+
+
 def _lookup(rng: random.Random, number: int) -> Case:
     dtype = rng.choices(("float32", "bfloat16", "float16"), (70, 20, 10))[0]
     lines = []
     for name in ("rows", "others"):
-        lines.append(f"{name} = lambda X: {_mode(rng)}")
+        rows = rng.choice([*SOURCES.values()]) if rng.random() < 0.3 else _mode(rng)
+        lines.append(f"{name} = lambda X: {rows}")
     if rng.random() < 0.2:
         of_values = rng.choice(("rows", "rows", "others"))
         act = rng.choice(("softmax(x)", "nn.gelu(x)", "nn.silu(x)", "jnp.tanh(x)"))

@@ -1,4 +1,4 @@
-"""Seeded inputs and the oracle of segment sums."""
+"""Seeded inputs and the oracle of segment sums, and indices to put into order."""
 
 import jax
 import jax.numpy as jnp
@@ -25,3 +25,23 @@ def assert_sums(
     expected = np.zeros(found.shape)
     np.add.at(expected, np.clip(index, 0, len(found) - 1), np.asarray(values, np.float64))
     np.testing.assert_allclose(np.asarray(found, np.float64), expected, rtol=rtol, atol=atol)
+
+
+def draw_index(kind: str, batch: int, users: int) -> np.ndarray:
+    """Draws an index [batch] int32 by the name of its distribution; "beyond": out of range, too."""
+    rng = np.random.default_rng(0)
+    match kind:
+        case "uniform":
+            index = rng.integers(0, users, batch)
+        case "distinct":
+            index = rng.permutation(users)[:batch]
+        case "zipf":
+            index = (rng.zipf(1.3, batch) - 1) % users
+        case "gaps":
+            index = rng.integers(0, users // 7, batch) * 7
+        case "runs":
+            index = np.repeat(rng.permutation(users), -(-batch // users))[:batch]
+        case "beyond":
+            index = rng.integers(-3, users + 3, batch)
+            index[::50], index[1::50] = -(2**31), 2**31 - 1
+    return index.astype(np.int32)

@@ -97,15 +97,6 @@ def target_attention(a: Arrays) -> Any:
     return (weights @ value).transpose(0, 2, 1, 3).reshape(B, D)
 
 
-@_model(0.85, 0.05)
-def hstu(a: Arrays) -> Any:
-    """Attention by silu, masked and divided by the length."""
-    history, item, mask = _history(a)
-    logits = jnp.einsum("bsd,bd->bs", history @ a["square"], item @ a["square"])
-    weights = jax.nn.silu(logits) * mask / S
-    return jnp.einsum("bs,bsd->bd", weights, history @ a["wide"][:, :D])
-
-
 @_model(0.9, 0.7)
 def mind(a: Arrays) -> Any:
     """Interests by dynamic routing, then an attention to them."""
@@ -147,27 +138,6 @@ def two_tower(a: Arrays) -> Any:
     same = (INDEX[:, None] == INDEX[None]) & ~jnp.eye(B, dtype=bool)
     logits = jnp.where(same, -1e9, user @ item.T / 0.1)
     return jax.nn.logsumexp(logits, axis=-1) - jnp.diagonal(logits)
-
-
-@_model(0.4, 0.3)
-def rolled_negatives(a: Arrays) -> Any:
-    """Every candidate beside the candidates of the rows before it."""
-    user = a["user"][INDEX]
-
-    def score(user: Any, cand: Any) -> Any:
-        return jax.nn.relu(jnp.concatenate([user, cand], axis=-1) @ a["first"]) @ a["score"]
-
-    both = [score(user, a["cand"]), score(jnp.roll(user, 1, axis=0), a["cand"])]
-    return jax.nn.softplus(both[1] - both[0])
-
-
-@_model(0.6, 0.4)
-def reranked(a: Arrays) -> Any:
-    """The best half by a two-tower score, ranked by a network."""
-    user = a["user"][INDEX]
-    coarse = ((user @ a["square"]) * a["cand"]).sum(-1)
-    best = jax.lax.top_k(coarse, B // 2)[1]
-    return jax.nn.relu(jnp.concatenate([user[best], a["cand"][best]], axis=-1) @ a["first"])
 
 
 @_model(0.4, 0.4)

@@ -1,6 +1,7 @@
 """A small model, and what tests of the rewrite ask of a rewritten function."""
 
 import dataclasses
+import math
 import types
 
 import chex
@@ -102,17 +103,25 @@ def check_values_and_gradients(fn, *args, bound: float = 1e-5) -> None:
     check(gradients_by_all(args), fn, *args, bound=bound)
 
 
+def every_equation(program, inside_ops: bool = True):
+    """Yields the equations of a program and of the programs in it; an op is one without these."""
+    for eqn in program.eqns:
+        yield eqn
+        if inside_ops or eqn.params.get("name") not in (*jaxprs.OPS, *RARE):
+            for inner in jaxprs.inner_programs(eqn):
+                yield from every_equation(inner, inside_ops)
+
+
+def shapes(program, inside_ops: bool = True) -> set[tuple[int, ...]]:
+    """The shapes of all that a program computes."""
+    results = (v for eqn in every_equation(program, inside_ops) for v in eqn.outvars)
+    return {tuple(v.aval.shape) for v in results if hasattr(v.aval, "shape")}
+
+
 def largest_outside_ops(fn, *args) -> int:
     """The elements of the largest array that a rewritten program computes, ops aside."""
-
-    def sizes(program):
-        for eqn in program.eqns:
-            yield from (v.aval.size for v in eqn.outvars if hasattr(v.aval, "size"))
-            if eqn.params.get("name") not in (*jaxprs.OPS, *RARE):
-                for inner in jaxprs.inner_programs(eqn):
-                    yield from sizes(inner)
-
-    return max(sizes(jax.make_jaxpr(ikbo.rewrite(fn))(*args)))
+    found = shapes(jax.make_jaxpr(ikbo.rewrite(fn))(*args), inside_ops=False)
+    return max(map(math.prod, found))
 
 
 def share_saved(fn, *args) -> float:
