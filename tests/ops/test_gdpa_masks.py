@@ -18,7 +18,7 @@ from problems_masks import attend
 import ikbo_jax as ikbo
 from ikbo_jax import masks
 from ikbo_jax.ops import gdpa_mask
-from ikbo_jax.reference.gdpa import Arrays, Settings, materialised
+from ikbo_jax.reference.gdpa import Arrays, materialised
 
 SELF = Shape((6, 0, 9, 3), (6, 0, 9, 3), 2, 1, before=1, after=2)
 INDEXED = Shape((3, 5, 2), (6, 9), q_to_kv=(1, 0, 1))
@@ -32,9 +32,7 @@ def assert_exact(found: tuple, arrays: Arrays, case: problems_masks.Case, d_out:
     chex.assert_trees_all_close(found, jax.tree.map(np.float32, exact), atol=ATOL)
 
 
-def settings_of(arrays: Arrays) -> Settings:
-    scales = {"scale": problems_gdpa.SCALE, "output_scale": problems_gdpa.OUTPUT_SCALE}
-    return Settings(ACTIVATIONS, broadcast_q=arrays.cu_seqlens_q is None, **scales)
+settings_of = functools.partial(problems_gdpa.settings_of, activations=ACTIVATIONS)
 
 
 @pytest.mark.slow
@@ -107,19 +105,6 @@ def test_other_targets_retrace_nothing_and_other_numbers_do() -> None:
     assert np.any(np.asarray(first) != np.asarray(second))
     run(arrays, masks.hstu(np.asarray([3, 0, 1, 2], np.int32), window=2))
     assert len(traces) == 2
-
-
-@pytest.mark.slow
-def test_second_derivatives() -> None:
-    arrays = problems_gdpa.make_arrays(SELF._replace(before=0, after=0), "float32")
-    settings, case = settings_of(arrays), problems_masks.hstu_case((2, 0, 3, 1), 1)
-    seen = problems_gdpa.seen_pairs(arrays, settings, case.rule)
-    runs = (
-        functools.partial(attend, mask=case.mask, activation=ACTIVATIONS),
-        functools.partial(problems_gdpa.same_dtype_gdpa, settings=settings, visible=seen),
-    )
-    ours, theirs = (problems_gdpa.second_derivatives(run, arrays) for run in runs)
-    chex.assert_trees_all_close(ours, theirs, atol=1e-4)
 
 
 def test_materialised_scores_are_masked_alike() -> None:

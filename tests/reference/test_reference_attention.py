@@ -54,16 +54,6 @@ def cotangents(shape: problems.AttentionShape, dtype: str) -> tuple[jax.Array, j
     )
 
 
-def test_materialised_attends_to_own_tokens_too() -> None:
-    inputs = f32_inputs("odd_counts")
-    rng = np.random.default_rng(1)
-    names = "self_key", "self_value"
-    own = {name: problems.random_array(rng, (13, 2, 3, 24), "float32") for name in names}
-    exact = oracle_attention.numpy_attention_oracle(inputs, scale=SCALE, **own)
-    for found, exactly in zip(materialised(*inputs, scale=SCALE, **own), exact, strict=True):
-        np.testing.assert_allclose(found, exactly, rtol=0, atol=ATOL)
-
-
 def test_materialised_rounds_once() -> None:
     inputs = problems.make_attention_inputs(SHAPES["grouped_heads"], "float16")
     out, _ = materialised(*inputs, scale=SCALE)
