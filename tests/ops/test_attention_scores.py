@@ -254,24 +254,6 @@ def test_explain_names_the_kernel_of_ranges_and_why_xla_computes_gradients(queri
     assert plan.cuda.backward_config is not None
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("ranges", "message"),
-    [
-        (
-            RANGES.astype(np.float32),
-            "key_value_ranges must be an int32 array, but is float32[8, 2]",
-        ),
-        (RANGES[:7], "key_value_ranges has shape (7, 2) but query has B=8"),
-        (RANGES[:, 0], "key_value_ranges has shape (8,) but query has B=8"),
-    ],
-)
-def test_bad_ranges_are_refused(ranges: Any, message: str) -> None:
-    *floats, _ = draw()
-    with pytest.raises(ValueError, match=re.escape(message)):
-        attend(*floats, key_value_ranges=ranges)
-
-
 def test_refusals_of_a_bias_and_its_plan() -> None:
     *floats, _ = draw()
     with pytest.raises(ValueError, match=re.escape("bias has shape (3, 2, 1, 11) but query")):

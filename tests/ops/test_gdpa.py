@@ -14,7 +14,7 @@ import pytest
 from problems_gdpa import OUTPUT_SCALE, SHAPES, Shape, attend, value_and_gradients
 
 import ikbo_jax as ikbo
-from ikbo_jax.ops import dispatch, gdpa_backward
+from ikbo_jax.ops import gdpa_backward
 from ikbo_jax.pallas.flash import gdpa as gdpa_kernel
 from ikbo_jax.reference import gdpa as gdpa_reference
 from ikbo_jax.reference import gdpa_chunked
@@ -222,7 +222,7 @@ def test_explain_tells_sizes_and_reason() -> None:
 
 
 @pytest.fixture
-def kernel_calls(monkeypatch) -> list[tuple[int, bool]]:
+def kernel_calls(seems_hopper, monkeypatch) -> list[tuple[int, bool]]:
     """A machine that seems to have a Hopper GPU; for each call of the backward, its multiprocessors
     and whether it has lse.
 
@@ -238,8 +238,6 @@ def kernel_calls(monkeypatch) -> list[tuple[int, bool]]:
         calls.append((options["num_sms"], options["lse"] is not None))
         return tuple(jnp.full_like(x, n) for n, x in enumerate(arrays[:3]))
 
-    monkeypatch.setattr(dispatch, "hopper_unavailable_reason", lambda: None)
-    monkeypatch.setattr(dispatch, "num_sms", lambda: 132)
     monkeypatch.setattr(gdpa_kernel, "gdpa_kernel", result)
     monkeypatch.setattr(gdpa_backward, "kernel_vjp", gradients)
     return calls

@@ -163,30 +163,24 @@ def test_explain_says_why_no_kernel_runs() -> None:
             "(3, 1) but end has shape (3, 2)",
         ),
         (lambda: masks.intervals(of_shape(3, 3), of_shape(3, 3)), "[total_q, 1 or 2]"),
+        # Of another call.
+        (lambda: masks.hstu(of_shape(3)), "num_targets of shape (3,) but the queries have batch=4"),
+        (
+            lambda: masks.hstu(contextual=of_shape(5)),
+            "contextual of shape (5,) but the queries have batch=4",
+        ),
+        (
+            lambda: masks.intervals(of_shape(20, 1), of_shape(20, 1)),
+            "(20, 1) but the result has 21 rows",
+        ),
+        (lambda: np.ones((21, 21), bool), "mask must be made by ikbo_jax.masks.causal, hstu or in"),
     ],
 )
 def test_bad_masks_are_refused(make: Any, message: str) -> None:
+    arrays = problems_gdpa.make_arrays(SELF, "float32")
     with pytest.raises(ValueError, match=re.escape(message)):
-        make()
+        attend(arrays, make())
 
 
 def of_shape(*shape: int) -> np.ndarray:
     return np.zeros(shape, np.int32)
-
-
-@pytest.mark.parametrize(
-    ("mask", "message"),
-    [
-        (masks.hstu(of_shape(3)), "num_targets of shape (3,) but the queries have batch=4"),
-        (
-            masks.hstu(contextual=of_shape(5)),
-            "contextual of shape (5,) but the queries have batch=4",
-        ),
-        (masks.intervals(of_shape(20, 1), of_shape(20, 1)), "(20, 1) but the result has 21 rows"),
-        (np.ones((21, 21), bool), "mask must be made by ikbo_jax.masks.causal, hstu or intervals"),
-    ],
-)
-def test_masks_of_other_calls_are_refused(mask: Any, message: str) -> None:
-    arrays = problems_gdpa.make_arrays(SELF, "float32")
-    with pytest.raises(ValueError, match=re.escape(message)):
-        attend(arrays, mask)

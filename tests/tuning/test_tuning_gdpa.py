@@ -17,7 +17,6 @@ import ikbo_jax as ikbo
 from ikbo_jax.autotuner import autotune
 from ikbo_jax.cases import gdpa
 from ikbo_jax.cases.gdpa import Case
-from ikbo_jax.ops import dispatch
 from ikbo_jax.problems import GdpaConfig, GdpaProblem, ShortGdpaConfig, short_gdpa
 from ikbo_jax.problems import gdpa as gdpa_problems
 from ikbo_jax.tuning import table, user_cache
@@ -111,9 +110,7 @@ def test_runs_are_for_keys_that_stay(builtin):
 
 
 @pytest.mark.parametrize("is_users", [True, False], ids=["user cache", "sm90.json"])
-def test_kernel_runs_by_itself_with_and_without_a_measured_row(is_users, builtin, monkeypatch):
-    monkeypatch.setattr(dispatch, "hopper_unavailable_reason", lambda: None)
-    monkeypatch.setattr(dispatch, "num_sms", lambda: 132)
+def test_kernel_runs_by_itself_with_and_without_a_measured_row(is_users, builtin, seems_hopper):
     arrays = problems_gdpa.make_arrays(Shape((300, 20), (300, 20), 2, 1, 64))
     attend = functools.partial(ikbo.gdpa, activation="relu", max_seqlen_q=300)
     builtin()
@@ -134,10 +131,8 @@ def test_kernel_runs_by_itself_with_and_without_a_measured_row(is_users, builtin
     assert "no measured row" in plan.reason
 
 
-def test_short_sequences_have_a_kernel_of_their_own(builtin, monkeypatch):
+def test_short_sequences_have_a_kernel_of_their_own(builtin, seems_hopper):
     """By the bounds; without bounds, if the mean is half as long."""
-    monkeypatch.setattr(dispatch, "hopper_unavailable_reason", lambda: None)
-    monkeypatch.setattr(dispatch, "num_sms", lambda: 132)
     builtin(row(at(head_dim=64)))
     arrays = problems_gdpa.make_arrays(Shape((30, 20), (30, 20), 2, 1, 64))
     attend = functools.partial(ikbo.gdpa, activation="relu", max_seqlen_q=40, max_seqlen_kv=40)
@@ -210,13 +205,11 @@ def test_tickets_by_default(builtin, monkeypatch):
     assert [first(p).tickets for p in rounds] == [False, True]
 
 
-def test_few_queries_of_all_sequences_have_three_slots(monkeypatch):
+def test_few_queries_of_all_sequences_have_three_slots(seems_hopper):
     """Where sequences share keys, which the kernel for short sequences does not load once for all.
 
     The op makes the problem here: its rows are the result's, not the seeds.
     """
-    monkeypatch.setattr(dispatch, "hopper_unavailable_reason", lambda: None)
-    monkeypatch.setattr(dispatch, "num_sms", lambda: 132)
     for seeds, sequences in ((23, 140), (64, 9), (65, 140)):
         keys, index = (200, 100) * sequences, (*range(2 * sequences), 0)
         arrays = problems_gdpa.make_arrays(Shape(seeds, keys, 2, 2, 64, q_to_kv=index))

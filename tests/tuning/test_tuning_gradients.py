@@ -245,8 +245,7 @@ def test_narrow_blocks_are_for_short_sequences(builtin):
     assert table.lookup(SOFTMAX).config == SOFTMAX.default_config()
 
 
-def test_gdpa_takes_the_row_or_xla(monkeypatch, builtin):
-    monkeypatch.setattr(dispatch, "hopper_unavailable_reason", lambda: None)
+def test_gdpa_takes_the_row_or_xla(seems_hopper, builtin):
     builtin(row(GDPA, OTHER_GDPA, device=HERE))
     request = dispatch.Request("gdpa", None, None)
     config, reason = gdpa_op.choose(request, GDPA_FORWARD)
