@@ -12,7 +12,6 @@ from jax.test_util import check_grads
 from sharded_calls import KINDS, mesh_of
 
 import ikbo_jax as ikbo
-from ikbo_jax import debug
 from ikbo_jax.layers import linen, nnx
 from ikbo_jax.problems.look_up import (
     LookUpConfig,
@@ -188,11 +187,6 @@ def test_export_with_a_symbolic_batch_and_for_hopper() -> None:
     found = jax.jit(lambda user, index: pulled(user, index, values))
     exported = jax.export.export(found, platforms=["cuda"])(user, index)
     assert "mosaic_gpu" in exported.mlir_module()
-
-
-def test_debug_finds_what_is_clamped() -> None:
-    with pytest.raises(ValueError, match=r"\[0, 5\)"):
-        debug.check_index(draw()[2], USERS)
 
 
 def test_wrong_arguments() -> None:
