@@ -28,7 +28,6 @@ DEFAULT = GdpaProblem(
 TINY = GdpaProblem(
     *(5, 5, 5 * 7, 5 * 7, 2, 1, 16, "float32"), ("relu", "gelu_tanh"), "tanh", False, 12, 12
 )
-RELU = {"activations": ("relu",), "approx": None}
 #: Keys of a sequence that stay in shared memory.
 SHORT = dataclasses.replace(DEFAULT, kv_rows=1152 * 256, max_seqlen_kv=256)
 
@@ -57,13 +56,6 @@ def test_what_was_measured_fastest_is_timed_first():
 
 
 # Lookup.
-
-
-def test_row_of_another_activation_says_nothing(builtin):
-    builtin(row(DEFAULT, other(DEFAULT)))
-    assert table.lookup(at(**RELU)).source == "default"
-    assert DEFAULT.distance(at(**RELU)) == float("inf")
-    assert DEFAULT.distance(at(head_dim=64)) == float("inf")
 
 
 @pytest.mark.parametrize(
@@ -99,14 +91,6 @@ def test_users_row_speaks_for_near_problems_and_comes_first(builtin):
     assert choice.reason.startswith("user cache, nearest row at distance 0.00")
     user_cache.write_user_row(row(jagged, other(DEFAULT, 2)))
     assert table.lookup(jagged).config == other(DEFAULT, 2)
-
-
-def test_runs_are_for_keys_that_stay(builtin):
-    runs = SHORT.default_config()
-    assert runs.run > 1
-    builtin(row(SHORT, runs))
-    assert table.lookup(dataclasses.replace(SHORT, batch=1100)).config == runs
-    assert table.lookup(DEFAULT).source == "default"
 
 
 @pytest.mark.parametrize("is_users", [True, False], ids=["user cache", "sm90.json"])
