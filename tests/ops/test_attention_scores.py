@@ -12,8 +12,6 @@ import numpy as np
 import oracle_attention
 import problems
 import pytest
-from jax.sharding import PartitionSpec as P
-from sharded_calls import mesh_of, on
 
 import ikbo_jax as ikbo
 from ikbo_jax.problems import AttentionConfig, FewQueriesConfig
@@ -205,33 +203,6 @@ def test_vmap_is_one_problem_at_a_time(run: Any, last: list[Any]) -> None:
         found = jax.jit(jax.vmap(run, axes))(*arrays)
         of = [[x[i] if m else x for x, m in zip(arrays, is_mapped, strict=True)] for i in range(2)]
         chex.assert_trees_all_close(found, jnp.stack([run(*x) for x in of]), atol=1e-6)
-
-
-CANDIDATES, HEADS = P("x"), P(None, None, "x")
-
-
-@pytest.mark.parametrize(
-    ("run", "last", "spec", "kind"),
-    [
-        *((with_ranges, RANGES, CANDIDATES, kind) for kind in ("explicit", "auto")),
-        *((biased, draw_bias(SHAPES[n]), x, "auto") for n in (0, 3) for x in (CANDIDATES, HEADS)),
-    ],
-)
-def test_candidates_and_heads_divide_over_devices(run: Any, last: Any, spec: P, kind: str) -> None:
-    query, key, value, d_out = draw()
-    key, value = (jnp.repeat(x, N // K, 2) for x in (key, value))
-    of_keys = spec if spec == HEADS else P()
-    arrays = [query, key, value, jnp.asarray(last), d_out]
-    specs = [spec, of_keys, of_keys, P() if run is biased else spec, spec]
-
-    def results(query: Any, key: Any, value: Any, last: Any, d_out: Any) -> Any:
-        floats = [query, key, value, last]
-        if run is biased:
-            return both(run, d_out, floats)
-        return both(lambda *x: run(*x, last), d_out, floats[:3])
-
-    found = jax.device_get(jax.jit(results)(*on(mesh_of("4", kind), arrays, specs)))
-    chex.assert_trees_all_close(found, jax.device_get(jax.jit(results)(*arrays)), atol=1e-5)
 
 
 @pytest.mark.slow

@@ -10,9 +10,7 @@ import numpy as np
 import problems
 import problems_gdpa
 import pytest
-from jax.sharding import PartitionSpec as P
 from problems_gdpa import Shape
-from sharded_calls import mesh_of, on
 
 import ikbo_jax as ikbo
 from ikbo_jax.problems import GdpaConfig
@@ -98,24 +96,6 @@ def test_half_precision_is_within_the_error_rule(cap: float | None) -> None:
     np.testing.assert_allclose(d_scales, exact[1][0], rtol=2**-8, atol=2**-8)
     trees = (ours, gradients), (exact[:1], exact[1][1:]), (theirs, others)
     jax.tree.map(problems.assert_within_error_rule, *([list(a), list(b)] for a, b in trees))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["explicit", "auto"])
-def test_rows_divide_over_devices(kind: str) -> None:
-    shape = Shape((6, 10), (6, 10))
-    arrays, scales = problems_gdpa.make_arrays(shape, "float32"), scales_of(shape)
-    d_out = np.asarray(problems_gdpa.cotangent(arrays, problems_gdpa.make_settings(shape)))
-    mesh = mesh_of("8", kind)
-    leaves = [*arrays[:5], scales, d_out]
-    specs = [P("x"), P(), P(), P(), P(), P(), P("x")]
-
-    @jax.jit
-    def run(*leaves: Any) -> tuple:
-        return value_and_gradients(Arrays(*leaves[:5]), *leaves[5:])
-
-    found = jax.device_get(run(*on(mesh, leaves, specs)))
-    chex.assert_trees_all_close(found, jax.device_get(run(*leaves)), atol=ATOL)
 
 
 def test_vmap_over_scales_and_no_forward_mode() -> None:
