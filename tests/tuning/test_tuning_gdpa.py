@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import problems_gdpa
 import pytest
-from fake_tuning import HERE, other, row
+from fake_tuning import HERE, row
 from hypothesis import given
 from hypothesis import strategies as st
 from problems_gdpa import Shape
@@ -80,17 +80,6 @@ def test_half_blocks_that_may_serialise_are_not_the_default(head_dim, activation
     assert problem.default_config() == wanted
     candidates = list(problem.configs())
     assert len(candidates) == len(set(candidates))
-
-
-def test_users_row_speaks_for_near_problems_and_comes_first(builtin):
-    jagged = at(q_rows=ROWS - 999, kv_rows=ROWS - 17)
-    builtin(row(at(q_rows=ROWS - 998, kv_rows=ROWS - 17)))
-    user_cache.write_user_row(row(at(batch=1151, batch_kv=1151), other(DEFAULT)))
-    choice = table.lookup(jagged)
-    assert (choice.config, choice.source, choice.exact) == (other(DEFAULT), "user cache", False)
-    assert choice.reason.startswith("user cache, nearest row at distance 0.00")
-    user_cache.write_user_row(row(jagged, other(DEFAULT, 2)))
-    assert table.lookup(jagged).config == other(DEFAULT, 2)
 
 
 @pytest.mark.parametrize("is_users", [True, False], ids=["user cache", "sm90.json"])
