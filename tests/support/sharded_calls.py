@@ -119,13 +119,14 @@ def summed(values: jax.Array, index: jax.Array) -> jax.Array:
 
 
 def norm_linear(x: Any, w0: Any, w1: Any, b0: Any, scale: Any, bias: Any) -> jax.Array:
-    options = {"norm_scale": scale, "norm_bias": bias, "activations": ("silu", "identity")}
+    options: Any = {"norm_scale": scale, "norm_bias": bias}
+    options |= {"activations": ("silu", "identity")}
     return jnp.concatenate(ikbo.norm_linear(x, (w0, w1), (b0, None), **options), axis=2)
 
 
 def gated_linear(u: Any, a: Any, weight: Any, residual: Any, scale: Any, bias: Any) -> jax.Array:
     options = {"norm_scale": scale, "norm_bias": bias, "concat": True, "by_head": True}
-    dropout = {"dropout_rate": 0.5, "dropout_key": jax.random.key(3)}
+    dropout: Any = {"dropout_rate": 0.5, "dropout_key": jax.random.key(3)}
     return ikbo.gated_linear(u, a, weight, residual, **options, **dropout)
 
 
