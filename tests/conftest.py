@@ -153,7 +153,14 @@ class FakeHopper(NamedTuple):
 
 
 @pytest.fixture
-def fake_hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHopper]:
+def seems_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine that seems to have a Hopper GPU; kernels are lowered or planned, and not run."""
+    monkeypatch.setattr(dispatch, "hopper_unavailable_reason", lambda: None)
+    monkeypatch.setattr(dispatch, "num_sms", lambda: 132)
+
+
+@pytest.fixture
+def fake_hopper(seems_hopper: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHopper]:
     """A machine that seems to have a Hopper GPU, whose kernels are NumPy callbacks.
 
     The kernels run linear compressions that the cost model leaves to XLA, because they are small.
@@ -210,8 +217,6 @@ def fake_hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHopper]:
         out = jax.ShapeDtypeStruct((users, *d_out.shape[1:]), dtype)
         return jax.pure_callback(compute, out, d_out, cand_to_user)
 
-    monkeypatch.setattr(dispatch, "hopper_unavailable_reason", lambda: None)
-    monkeypatch.setattr(dispatch, "num_sms", lambda: 132)
     monkeypatch.setattr(kernel, "linear_compression_kernel", fake_kernel)
     monkeypatch.setattr(d_weight, "d_weight_kernel", fake_d_weight)
     monkeypatch.setattr(sums, "segment_sum_kernel", fake_sums)
@@ -222,7 +227,7 @@ def fake_hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHopper]:
 
 
 @pytest.fixture
-def fake_attention(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHopper]:
+def fake_attention(seems_hopper: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHopper]:
     """`fake_hopper` for attention.
 
     A call's "is_sorted" says whether the work order is by user; a kernel that lists candidates
@@ -295,9 +300,6 @@ def fake_attention(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHopper]:
         call["own"] = list(own)
         out, lse = jax.pure_callback(run, shapes, order, targets, key_value_ranges, own, *arrays)
         return out, lse if return_residuals else None
-
-    monkeypatch.setattr(dispatch, "hopper_unavailable_reason", lambda: None)
-    monkeypatch.setattr(dispatch, "num_sms", lambda: 132)
 
     def fake_backward(query, key, value, index, lengths, *tensors, scale, dtype, **rest):
         assert (query.ndim, key.ndim, value.ndim, index.ndim) == (4, 4, 4, 1)

@@ -13,7 +13,7 @@ import problems_masks
 import pytest
 from problems_gdpa import Shape
 from problems_masks import causal, intervals_case
-from test_interpret_gdpa import ONE_SLOT, TWO_SLOTS
+from test_interpret_gdpa import ONE_SLOT, TWO_SLOTS, of
 
 import ikbo_jax as ikbo
 from ikbo_jax import masks
@@ -43,10 +43,6 @@ class Case:
     @property
     def settings(self) -> Settings:
         return problems_gdpa.make_settings(self.shape, self.activation, logit_cap=self.logit_cap)
-
-
-def of(q_lens: Any, kv_lens: tuple[int, ...], **rest: Any) -> Shape:
-    return Shape(q_lens, kv_lens, **({"q_heads": 1, "kv_heads": 1, "head_dim": 64} | rest))
 
 
 PREFIX = of((3, 66), (70, 90), q_heads=2, kv_heads=1, before=1, after=2)

@@ -1,6 +1,5 @@
 """The tile schedule: every tile once, users from below, candidates from above, evenly."""
 
-from collections.abc import Callable
 from unittest import mock
 
 import hypothesis
@@ -12,36 +11,7 @@ from ikbo_jax.pallas.hopper import schedule as schedules
 from ikbo_jax.pallas.hopper.schedule import TileSchedule, make_schedule
 
 #: User tiles, candidate tiles, cost of a user tile in candidate tiles, workers.
-EXAMPLES = {
-    "nothing": (0, 0, 1.0, 132),
-    "one_user_tile": (1, 0, 1.0, 132),
-    "one_candidate_tile": (0, 1, 1.0, 132),
-    "default_shape": (15 * 2 * 4, 1024 * 2 * 2, 0.7, 132),
-    "default_shape_in_clusters": (8 * 2 * 4, 512 * 2 * 2, 0.7, 66),
-    "a_user_each": (1024 * 2 * 4, 1024 * 2 * 2, 0.7, 132),
-    "one_user": (2 * 4, 10_000 * 2 * 2, 0.7, 132),
-    "dear_users": (7, 200, 40.0, 5),
-    "dear_users_and_few_candidates": (7, 3, 40.0, 5),
-    "cheap_users": (200, 7, 0.01, 5),
-    "one_worker": (3, 5, 0.5, 1),
-    "more_workers_than_tiles": (2, 3, 0.5, 132),
-    "a_wave_each": (132, 132, 1.0, 132),
-    "one_short_of_a_wave": (131, 131, 1.0, 132),
-    "one_over_a_wave": (133, 133, 1.0, 132),
-}
-
 Sizes = tuple[int, int, float, int]
-
-any_sizes = st.tuples(
-    st.integers(0, 400), st.integers(0, 1500), st.floats(1e-3, 60), st.integers(1, 150)
-)
-
-
-def for_many_sizes(test: Callable[[Sizes], None]) -> Callable[[], None]:
-    """Runs a test for the named examples and for random sizes."""
-    for name, example in EXAMPLES.items():
-        test = hypothesis.example(sizes=example).via(name)(test)
-    return hypothesis.settings(max_examples=100)(hypothesis.given(sizes=any_sizes)(test))
 
 
 def assignments(schedule: TileSchedule) -> tuple[list[list[int]], list[list[int]]]:
@@ -66,7 +36,16 @@ def assert_waves(each: list[list[int]]) -> None:
         assert wave == list(range(wave[0], wave[0] + len(wave)))
 
 
-@for_many_sizes
+@hypothesis.given(
+    sizes=st.tuples(
+        st.integers(0, 400), st.integers(0, 1500), st.floats(1e-3, 60), st.integers(1, 150)
+    )
+)
+@hypothesis.settings(max_examples=100)
+@hypothesis.example(sizes=(15 * 2 * 4, 1024 * 2 * 2, 0.7, 132))  # the default shape
+@hypothesis.example(sizes=(1024 * 2 * 4, 1024 * 2 * 2, 0.7, 132))  # a user each
+@hypothesis.example(sizes=(2 * 4, 10_000 * 2 * 2, 0.7, 132))  # one user
+@hypothesis.example(sizes=(132, 132, 1.0, 132))
 def test_every_tile_is_computed_once_users_first_and_evenly(sizes: Sizes) -> None:
     """Who waits for user tiles waits for workers that were dispatched no later than it was.
 

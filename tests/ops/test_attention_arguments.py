@@ -51,6 +51,18 @@ BAD_ARRAYS = {
         {"key_value_seq_lengths": [1, 2, 3]},
         "key_value_seq_lengths must be an int32 array, but is a list",
     ),
+    "ranges_float": (
+        {"key_value_ranges": jnp.zeros((7, 2), jnp.float32)},
+        "key_value_ranges must be an int32 array, but is float32[7, 2]",
+    ),
+    "ranges_of_others": (
+        {"key_value_ranges": jnp.zeros((6, 2), jnp.int32)},
+        "key_value_ranges has shape (6, 2) but query has B=7",
+    ),
+    "ranges_rank": (
+        {"key_value_ranges": jnp.zeros(7, jnp.int32)},
+        "key_value_ranges has shape (7,) but query has B=7",
+    ),
     **refusals.of_dtypes(ARRAYS, "query", ["key", "value", "query", "key", "value"]),
     "no_users": (
         {"key": ones(0, 5, 2, 8), "value": ones(0, 5, 2, 8)},

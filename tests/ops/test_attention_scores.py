@@ -12,8 +12,6 @@ import numpy as np
 import oracle_attention
 import problems
 import pytest
-from jax.sharding import PartitionSpec as P
-from sharded_calls import mesh_of, on
 
 import ikbo_jax as ikbo
 from ikbo_jax.problems import AttentionConfig, FewQueriesConfig
@@ -207,33 +205,6 @@ def test_vmap_is_one_problem_at_a_time(run: Any, last: list[Any]) -> None:
         chex.assert_trees_all_close(found, jnp.stack([run(*x) for x in of]), atol=1e-6)
 
 
-CANDIDATES, HEADS = P("x"), P(None, None, "x")
-
-
-@pytest.mark.parametrize(
-    ("run", "last", "spec", "kind"),
-    [
-        *((with_ranges, RANGES, CANDIDATES, kind) for kind in ("explicit", "auto")),
-        *((biased, draw_bias(SHAPES[n]), x, "auto") for n in (0, 3) for x in (CANDIDATES, HEADS)),
-    ],
-)
-def test_candidates_and_heads_divide_over_devices(run: Any, last: Any, spec: P, kind: str) -> None:
-    query, key, value, d_out = draw()
-    key, value = (jnp.repeat(x, N // K, 2) for x in (key, value))
-    of_keys = spec if spec == HEADS else P()
-    arrays = [query, key, value, jnp.asarray(last), d_out]
-    specs = [spec, of_keys, of_keys, P() if run is biased else spec, spec]
-
-    def results(query: Any, key: Any, value: Any, last: Any, d_out: Any) -> Any:
-        floats = [query, key, value, last]
-        if run is biased:
-            return both(run, d_out, floats)
-        return both(lambda *x: run(*x, last), d_out, floats[:3])
-
-    found = jax.device_get(jax.jit(results)(*on(mesh_of("4", kind), arrays, specs)))
-    chex.assert_trees_all_close(found, jax.device_get(jax.jit(results)(*arrays)), atol=1e-5)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("queries", [2, 100])
 def test_explain_names_the_kernel_of_ranges_and_why_xla_computes_gradients(queries: int) -> None:
@@ -252,24 +223,6 @@ def test_explain_names_the_kernel_of_ranges_and_why_xla_computes_gradients(queri
     assert plan.sizes.endswith("bfloat16 logit_cap")
     assert plan.cuda.implementation == "mosaic_gpu"
     assert plan.cuda.backward_config is not None
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("ranges", "message"),
-    [
-        (
-            RANGES.astype(np.float32),
-            "key_value_ranges must be an int32 array, but is float32[8, 2]",
-        ),
-        (RANGES[:7], "key_value_ranges has shape (7, 2) but query has B=8"),
-        (RANGES[:, 0], "key_value_ranges has shape (8,) but query has B=8"),
-    ],
-)
-def test_bad_ranges_are_refused(ranges: Any, message: str) -> None:
-    *floats, _ = draw()
-    with pytest.raises(ValueError, match=re.escape(message)):
-        attend(*floats, key_value_ranges=ranges)
 
 
 def test_refusals_of_a_bias_and_its_plan() -> None:

@@ -9,11 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import problems
 import problems_gdpa
+import problems_masks
 import pytest
-from problems_gdpa import OUTPUT_SCALE, SCALE, SHAPES, Shape, value_and_gradients
+from problems_gdpa import OUTPUT_SCALE, SHAPES, Shape, attend, value_and_gradients
 
 import ikbo_jax as ikbo
-from ikbo_jax.ops import dispatch, gdpa_backward
+from ikbo_jax.ops import gdpa_backward
 from ikbo_jax.pallas.flash import gdpa as gdpa_kernel
 from ikbo_jax.reference import gdpa as gdpa_reference
 from ikbo_jax.reference import gdpa_chunked
@@ -24,12 +25,6 @@ pytestmark = pytest.mark.slow
 SMALL = Shape((3, 0, 6), (4, 2, 5), 4, 2, 8, before=1, after=3)
 #: What the paths may differ by through the order of f32 sums alone.
 ATOL = 1e-5
-
-
-def attend(arrays: Arrays, **options: Any) -> jax.Array:
-    options = {"scale": SCALE, "output_scale": OUTPUT_SCALE, **options}
-    broadcast_q = arrays.cu_seqlens_q is None
-    return ikbo.gdpa(*arrays[:5], q_to_kv=arrays.q_to_kv, broadcast_q=broadcast_q, **options)
 
 
 @pytest.mark.parametrize(
@@ -115,18 +110,30 @@ def test_bounds_that_cut_nothing(shape: Shape, max_q: int, max_kv: int) -> None:
     np.testing.assert_allclose(out, exact, atol=ATOL)
 
 
-@pytest.mark.parametrize("name", ["grouped_heads", "pma_indexed"])
-def test_second_derivatives(name: str) -> None:
+MASKED = Shape((6, 0, 9, 3), (6, 0, 9, 3), 2, 1)
+MASK = problems_masks.hstu_case((2, 0, 3, 1), 1)
+
+
+@pytest.mark.parametrize(
+    ("shape", "names", "logit_cap", "mask"),
+    [
+        (SHAPES["grouped_heads"], ("gelu",) * 6, None, None),
+        (SHAPES["pma_indexed"], ("silu", "silu", "softmax", "softmax"), None, None),
+        (Shape(3, (6, 2)), ("silu", "softmax"), 0.6, None),
+        (MASKED, ("silu", "softmax"), None, MASK),
+    ],
+    ids=["grouped_heads", "pma_indexed", "capped", "masked"],
+)
+def test_second_derivatives(shape: Shape, names: Any, logit_cap: Any, mask: Any) -> None:
     """Of jagged sequences, and of broadcast queries by an index, which share their keys."""
-    shape = SHAPES[name]
     arrays = problems_gdpa.make_arrays(shape, "float32")
-    half = shape.q_heads // 2
-    names = ("silu",) * half + ("softmax",) * (shape.q_heads - half)
-    if name == "grouped_heads":
-        names = ("gelu",) * shape.q_heads
-    settings = problems_gdpa.make_settings(shape, names)
-    plain = functools.partial(problems_gdpa.same_dtype_gdpa, settings=settings)
-    runs = functools.partial(attend, activation=names), plain
+    settings = problems_gdpa.make_settings(shape, names, logit_cap=logit_cap)
+    visible = mask and problems_gdpa.seen_pairs(arrays, settings, mask.rule)
+    options = {"activation": names, "logit_cap": logit_cap, "mask": mask and mask.mask}
+    runs = (
+        functools.partial(attend, **options),
+        functools.partial(problems_gdpa.same_dtype_gdpa, settings=settings, visible=visible),
+    )
     ours, theirs = (problems_gdpa.second_derivatives(run, arrays) for run in runs)
     chex.assert_trees_all_close(ours, theirs, atol=1e-4, rtol=1e-4)
 
@@ -215,7 +222,7 @@ def test_explain_tells_sizes_and_reason() -> None:
 
 
 @pytest.fixture
-def kernel_calls(monkeypatch) -> list[tuple[int, bool]]:
+def kernel_calls(seems_hopper, monkeypatch) -> list[tuple[int, bool]]:
     """A machine that seems to have a Hopper GPU; for each call of the backward, its multiprocessors
     and whether it has lse.
 
@@ -231,8 +238,6 @@ def kernel_calls(monkeypatch) -> list[tuple[int, bool]]:
         calls.append((options["num_sms"], options["lse"] is not None))
         return tuple(jnp.full_like(x, n) for n, x in enumerate(arrays[:3]))
 
-    monkeypatch.setattr(dispatch, "hopper_unavailable_reason", lambda: None)
-    monkeypatch.setattr(dispatch, "num_sms", lambda: 132)
     monkeypatch.setattr(gdpa_kernel, "gdpa_kernel", result)
     monkeypatch.setattr(gdpa_backward, "kernel_vjp", gradients)
     return calls

@@ -5,12 +5,12 @@ import re
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 import refusals
 from refusals import of_rank, ones
 
 import ikbo_jax as ikbo
-from ikbo_jax.ops import dispatch
 from ikbo_jax.problems import GdpaConfig
 
 BF16 = jnp.bfloat16
@@ -114,6 +114,19 @@ BAD_OPTIONS = {
         {"max_seqlen_kv": True},
         "max_seqlen_kv must be an integer of at least 0, known while tracing, but is True",
     ),
+    "scales": (
+        {"output_scale": np.ones(3, np.float32)},
+        "output_scale has shape (3,) but the queries have",
+    ),
+    "scales_f64": ({"output_scale": np.ones(2)}, "a number or a float32 array, but is float64[2]"),
+    "scales_rank": (
+        {"output_scale": np.ones((2, 1), np.float32)},
+        "output_scale has shape (2, 1)",
+    ),
+    "cap_zero": ({"logit_cap": 0.0}, "logit_cap must be above 0 in float32, but is 0.0"),
+    "cap_negative": ({"logit_cap": -3}, "logit_cap must be above 0 in float32, but is -3"),
+    "cap_nan": ({"logit_cap": np.nan}, "logit_cap must be a finite number, but is nan"),
+    "cap_array": ({"logit_cap": np.ones(2)}, "logit_cap must be a number known while"),
 }
 
 
@@ -167,8 +180,7 @@ NOT_FOR_THE_KERNEL = {
 @pytest.mark.parametrize(
     ("array", "options", "message"), NOT_FOR_THE_KERNEL.values(), ids=NOT_FOR_THE_KERNEL
 )
-def test_mosaic_gpu_says_what_it_cannot_run(array, options, message, monkeypatch) -> None:
-    monkeypatch.setattr(dispatch, "hopper_unavailable_reason", lambda: None)
+def test_mosaic_gpu_says_what_it_cannot_run(array, options, message, seems_hopper) -> None:
     width, dtype = array.get("width", 8), array.get("dtype", BF16)
     shapes = {"query": (7, 4, width), "key": (5, 2, width), "value": (5, 2, width)}
     arrays = ARRAYS | {name: ones(*shape, dtype=dtype) for name, shape in shapes.items()}

@@ -18,7 +18,7 @@ from problems_masks import attend
 import ikbo_jax as ikbo
 from ikbo_jax import masks
 from ikbo_jax.ops import gdpa_mask
-from ikbo_jax.reference.gdpa import Arrays, Settings, materialised
+from ikbo_jax.reference.gdpa import Arrays, materialised
 
 SELF = Shape((6, 0, 9, 3), (6, 0, 9, 3), 2, 1, before=1, after=2)
 INDEXED = Shape((3, 5, 2), (6, 9), q_to_kv=(1, 0, 1))
@@ -32,9 +32,7 @@ def assert_exact(found: tuple, arrays: Arrays, case: problems_masks.Case, d_out:
     chex.assert_trees_all_close(found, jax.tree.map(np.float32, exact), atol=ATOL)
 
 
-def settings_of(arrays: Arrays) -> Settings:
-    scales = {"scale": problems_gdpa.SCALE, "output_scale": problems_gdpa.OUTPUT_SCALE}
-    return Settings(ACTIVATIONS, broadcast_q=arrays.cu_seqlens_q is None, **scales)
+settings_of = functools.partial(problems_gdpa.settings_of, activations=ACTIVATIONS)
 
 
 @pytest.mark.slow
@@ -109,19 +107,6 @@ def test_other_targets_retrace_nothing_and_other_numbers_do() -> None:
     assert len(traces) == 2
 
 
-@pytest.mark.slow
-def test_second_derivatives() -> None:
-    arrays = problems_gdpa.make_arrays(SELF._replace(before=0, after=0), "float32")
-    settings, case = settings_of(arrays), problems_masks.hstu_case((2, 0, 3, 1), 1)
-    seen = problems_gdpa.seen_pairs(arrays, settings, case.rule)
-    runs = (
-        functools.partial(attend, mask=case.mask, activation=ACTIVATIONS),
-        functools.partial(problems_gdpa.same_dtype_gdpa, settings=settings, visible=seen),
-    )
-    ours, theirs = (problems_gdpa.second_derivatives(run, arrays) for run in runs)
-    chex.assert_trees_all_close(ours, theirs, atol=1e-4)
-
-
 def test_materialised_scores_are_masked_alike() -> None:
     """Sizes as they are in earnest, and blocks as the op chooses them."""
     lengths = (700, 1, 330)
@@ -178,30 +163,24 @@ def test_explain_says_why_no_kernel_runs() -> None:
             "(3, 1) but end has shape (3, 2)",
         ),
         (lambda: masks.intervals(of_shape(3, 3), of_shape(3, 3)), "[total_q, 1 or 2]"),
+        # Of another call.
+        (lambda: masks.hstu(of_shape(3)), "num_targets of shape (3,) but the queries have batch=4"),
+        (
+            lambda: masks.hstu(contextual=of_shape(5)),
+            "contextual of shape (5,) but the queries have batch=4",
+        ),
+        (
+            lambda: masks.intervals(of_shape(20, 1), of_shape(20, 1)),
+            "(20, 1) but the result has 21 rows",
+        ),
+        (lambda: np.ones((21, 21), bool), "mask must be made by ikbo_jax.masks.causal, hstu or in"),
     ],
 )
 def test_bad_masks_are_refused(make: Any, message: str) -> None:
+    arrays = problems_gdpa.make_arrays(SELF, "float32")
     with pytest.raises(ValueError, match=re.escape(message)):
-        make()
+        attend(arrays, make())
 
 
 def of_shape(*shape: int) -> np.ndarray:
     return np.zeros(shape, np.int32)
-
-
-@pytest.mark.parametrize(
-    ("mask", "message"),
-    [
-        (masks.hstu(of_shape(3)), "num_targets of shape (3,) but the queries have batch=4"),
-        (
-            masks.hstu(contextual=of_shape(5)),
-            "contextual of shape (5,) but the queries have batch=4",
-        ),
-        (masks.intervals(of_shape(20, 1), of_shape(20, 1)), "(20, 1) but the result has 21 rows"),
-        (np.ones((21, 21), bool), "mask must be made by ikbo_jax.masks.causal, hstu or intervals"),
-    ],
-)
-def test_masks_of_other_calls_are_refused(mask: Any, message: str) -> None:
-    arrays = problems_gdpa.make_arrays(SELF, "float32")
-    with pytest.raises(ValueError, match=re.escape(message)):
-        attend(arrays, mask)

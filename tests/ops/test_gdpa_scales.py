@@ -1,7 +1,6 @@
 """`gdpa` with an output scale for every sequence, and with a cap of its scores."""
 
 import functools
-import re
 from typing import Any
 
 import chex
@@ -11,9 +10,7 @@ import numpy as np
 import problems
 import problems_gdpa
 import pytest
-from jax.sharding import PartitionSpec as P
 from problems_gdpa import Shape
-from sharded_calls import mesh_of, on
 
 import ikbo_jax as ikbo
 from ikbo_jax.problems import GdpaConfig
@@ -34,10 +31,8 @@ def scales_of(shape: Shape) -> np.ndarray:
 
 
 def attend(arrays: Arrays, scales: Any, **options: Any) -> jax.Array:
-    broadcast_q = arrays.cu_seqlens_q is None
-    options = {"q_to_kv": arrays.q_to_kv, "broadcast_q": broadcast_q, **options}
-    options = {"scale": problems_gdpa.SCALE, "activation": ACTIVATIONS, **options}
-    return ikbo.gdpa(*arrays[:5], output_scale=scales, **options)
+    options = {"activation": ACTIVATIONS, **options}
+    return problems_gdpa.attend(arrays, output_scale=scales, **options)
 
 
 def value_and_gradients(arrays: Arrays, scales: Any, d_out: Any, **options: Any) -> tuple:
@@ -84,47 +79,23 @@ def test_values_and_gradients_are_numpys(name: str, cap: float | None) -> None:
 def test_half_precision_is_within_the_error_rule(cap: float | None) -> None:
     arrays, scales, d_out, exact = problem("pooled", "bfloat16", cap)
 
-    def plain(scales: Any, query: Any, key: Any, value: Any) -> jax.Array:
-        def one(begin: int, end: int, scale: Any) -> jax.Array:
-            keys, values = key[begin:end], value[begin:end]
-            scores = jnp.einsum("inh,jnh->nij", query, keys, preferred_element_type=jnp.float32)
-            scores = scores * jnp.float32(problems_gdpa.SCALE)
-            scores = cap * jnp.tanh(scores / cap) if cap else scores
-            weights = jnp.stack([jax.nn.silu(scores[0]), jax.nn.softmax(scores[1])])
-            weights = weights.astype(query.dtype)
-            out = jnp.einsum("nij,jnh->inh", weights, values, preferred_element_type=jnp.float32)
-            return (out * scale).astype(query.dtype)
-
-        return jnp.concatenate([one(0, 6, scales[0]), one(6, 8, scales[1])])
+    def plain(arrays: Arrays) -> jax.Array:
+        """Both sequences, of three rows each, by their own scales."""
+        settings = problems_gdpa.settings_of(arrays, ACTIVATIONS, logit_cap=cap)
+        each = [settings._replace(output_scale=float(scale)) for scale in scales]
+        first, second = (problems_gdpa.same_dtype_gdpa(arrays, x) for x in each)
+        return jnp.concatenate([first[:3], second[3:]])
 
     @jax.jit
     def both(arrays: Arrays, scales: Any, d_out: Any) -> tuple:
-        out, pull_back = jax.vjp(plain, scales, *arrays[:3])
-        return value_and_gradients(arrays, scales, d_out, logit_cap=cap), (out, pull_back(d_out))
+        theirs = problems_gdpa.value_and_gradients(plain, arrays, d_out)
+        return value_and_gradients(arrays, scales, d_out, logit_cap=cap), theirs
 
     # The scales' gradients are sums of the rounded result.
-    (*ours, (d_scales, *gradients)), (*theirs, (_, *others)) = both(arrays, scales, d_out)
+    (*ours, (d_scales, *gradients)), (*theirs, others) = both(arrays, scales, d_out)
     np.testing.assert_allclose(d_scales, exact[1][0], rtol=2**-8, atol=2**-8)
     trees = (ours, gradients), (exact[:1], exact[1][1:]), (theirs, others)
     jax.tree.map(problems.assert_within_error_rule, *([list(a), list(b)] for a, b in trees))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["explicit", "auto"])
-def test_rows_divide_over_devices(kind: str) -> None:
-    shape = Shape((6, 10), (6, 10))
-    arrays, scales = problems_gdpa.make_arrays(shape, "float32"), scales_of(shape)
-    d_out = np.asarray(problems_gdpa.cotangent(arrays, problems_gdpa.make_settings(shape)))
-    mesh = mesh_of("8", kind)
-    leaves = [*arrays[:5], scales, d_out]
-    specs = [P("x"), P(), P(), P(), P(), P(), P("x")]
-
-    @jax.jit
-    def run(*leaves: Any) -> tuple:
-        return value_and_gradients(Arrays(*leaves[:5]), *leaves[5:])
-
-    found = jax.device_get(run(*on(mesh, leaves, specs)))
-    chex.assert_trees_all_close(found, jax.device_get(run(*leaves)), atol=ATOL)
 
 
 def test_vmap_over_scales_and_no_forward_mode() -> None:
@@ -133,19 +104,6 @@ def test_vmap_over_scales_and_no_forward_mode() -> None:
     chex.assert_trees_all_close(found, np.float32([exact[0], 2 * exact[0]]), atol=ATOL)
     with pytest.raises(NotImplementedError, match="^gdpa has no forward-mode derivative"):
         jax.jvp(functools.partial(attend, arrays), (scales,), (scales,))
-
-
-@pytest.mark.slow
-def test_second_derivatives_of_capped_scores() -> None:
-    arrays = problems_gdpa.make_arrays(SHAPES["pooled"], "float32")
-    options = {"output_scale": 1.0, "logit_cap": 0.6}
-    settings = problems_gdpa.make_settings(SHAPES["pooled"], ACTIVATIONS, **options)
-    runs = (
-        functools.partial(attend, scales=1.0, logit_cap=0.6),
-        functools.partial(problems_gdpa.same_dtype_gdpa, settings=settings),
-    )
-    ours, theirs = (problems_gdpa.second_derivatives(run, arrays) for run in runs)
-    chex.assert_trees_all_close(ours, theirs, atol=1e-4)
 
 
 def test_explain_says_which_kernels_take_a_cap() -> None:
@@ -158,21 +116,3 @@ def test_explain_says_which_kernels_take_a_cap() -> None:
         spills = head_dim == 128 and activation == "silu"
         assert (plan.cuda.backward_config is None) == spills
         assert ("with a logit_cap at H=128" in plan.cuda.backward) == spills
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"scales": np.ones(3, np.float32)}, "output_scale has shape (3,) but the queries have"),
-        ({"scales": np.ones(4)}, "a number or a float32 array, but is float64[4]"),
-        ({"scales": np.ones((4, 1), np.float32)}, "output_scale has shape (4, 1)"),
-        ({"scales": 1.0, "logit_cap": 0.0}, "logit_cap must be above 0 in float32, but is 0.0"),
-        ({"scales": 1.0, "logit_cap": -3}, "logit_cap must be above 0 in float32, but is -3"),
-        ({"scales": 1.0, "logit_cap": np.nan}, "logit_cap must be a finite number, but is nan"),
-        ({"scales": 1.0, "logit_cap": np.ones(2)}, "logit_cap must be a number known while"),
-    ],
-)
-def test_bad_scales_and_caps_are_refused(options: dict, message: str) -> None:
-    arrays = problems_gdpa.make_arrays(SHAPES["self"], "float32")
-    with pytest.raises(ValueError, match=re.escape(message)):
-        attend(arrays, **options)

@@ -1,6 +1,6 @@
 """vmap of `gdpa`: problems that become one, and problems that run one after another."""
 
-from typing import Any
+import functools
 
 import chex
 import jax
@@ -12,7 +12,7 @@ from problems_gdpa import Shape
 from test_attention_vmap import check_gradients
 
 import ikbo_jax as ikbo
-from ikbo_jax.reference.gdpa import Arrays, Settings
+from ikbo_jax.reference.gdpa import Arrays
 
 pytestmark = pytest.mark.slow
 
@@ -69,14 +69,8 @@ def tamed(arrays: Arrays) -> Arrays:
     return Arrays(*arrays[:3], cu_q, cu_kv, index)
 
 
-def settings_of(arrays: Arrays) -> Settings:
-    return Settings(ACTIVATIONS, scale=0.5, broadcast_q=arrays.cu_seqlens_q is None)
-
-
-def attend(arrays: Arrays, **options: Any) -> jax.Array:
-    options = {"activation": ACTIVATIONS, "scale": 0.5, **options}
-    broadcast_q = arrays.cu_seqlens_q is None
-    return ikbo.gdpa(*arrays[:5], q_to_kv=arrays.q_to_kv, broadcast_q=broadcast_q, **options)
+settings_of = functools.partial(problems_gdpa.settings_of, activations=ACTIVATIONS)
+attend = functools.partial(problems_gdpa.attend, activation=ACTIVATIONS)
 
 
 def loss(floats: tuple, integers: tuple) -> jax.Array:

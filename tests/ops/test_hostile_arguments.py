@@ -396,18 +396,15 @@ def test_checkify_goes_through_an_op() -> None:
         ones = jnp.ones((2, 2), jnp.float32)
         return ikbo.linear_compression(ones, ones, ones[None], jnp.stack([ones, ones]), index)
 
-    error, out = checkify.checkify(jax.jit(run))(jnp.asarray([2], jnp.int32))
-    assert "is 2, outside [0, 2)" in error.get()
-    np.testing.assert_array_equal(out, np.full((1, 2, 2), 4.0))
-
-
-def test_checkify_finds_wrong_lengths() -> None:
-    def run(lengths: jax.Array) -> jax.Array:
+    def attend(lengths: jax.Array) -> jax.Array:
         ikbo.debug.check_lengths(lengths, 3)
-        ones = jnp.ones((2, 3, 1, 2), jnp.float32)
-        index = jnp.zeros(2, jnp.int32)
+        ones, index = jnp.ones((2, 3, 1, 2), jnp.float32), jnp.zeros(2, jnp.int32)
         return ikbo.attention(ones, ones, ones, index, key_value_seq_lengths=lengths)
 
-    error, out = checkify.checkify(jax.jit(run))(jnp.asarray([1, 4], jnp.int32))
-    assert "key_value_seq_lengths.ravel()[1] is 4, outside [0, 3]" in error.get()
-    np.testing.assert_array_equal(out, np.ones((2, 3, 1, 2)))
+    for fn, array, message, expected in (
+        (run, [2], "is 2, outside [0, 2)", np.full((1, 2, 2), 4.0)),
+        (attend, [1, 4], "lengths.ravel()[1] is 4, outside [0, 3]", np.ones((2, 3, 1, 2))),
+    ):
+        error, out = checkify.checkify(jax.jit(fn))(jnp.asarray(array, jnp.int32))
+        assert message in error.get()
+        np.testing.assert_array_equal(out, expected)

@@ -11,6 +11,7 @@ import pytest
 from flax import nnx as flax_nnx
 from problems_masks import sees
 from sharded_calls import close
+from test_norm_linear import ACTS, normed
 
 import ikbo_jax as ikbo
 from ikbo_jax.layers import HstuCache, hstu_layer, linen, nnx
@@ -24,10 +25,6 @@ CU = jnp.asarray(np.cumsum([0, *LENGTHS]), jnp.int32)
 TOTAL, LONGEST = sum(LENGTHS), max(LENGTHS)
 
 
-def silu(x: np.ndarray) -> np.ndarray:
-    return x / (1 + np.exp(-x))
-
-
 def shapes(d: int, h: int, parts: int, normed: int | None) -> dict[str, tuple[int, ...]]:
     columns = 2 * N * (h + d)
     return {"uvqk_weight": (F, columns), "output_weight": (parts * N * h, F)} | (
@@ -39,8 +36,7 @@ def shapes(d: int, h: int, parts: int, normed: int | None) -> dict[str, tuple[in
 
 
 def norm(x: np.ndarray, weight: Any, bias: Any) -> np.ndarray:
-    x = x - x.mean(axis=-1, keepdims=True)
-    return x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + 1e-6) * weight + bias
+    return normed("layer", x, 1e-6) * weight + bias
 
 
 def formula(d, h, activations, group_norm, mask, kept=(1, 1, 1), **p) -> np.ndarray:  # fmt: skip
@@ -50,14 +46,13 @@ def formula(d, h, activations, group_norm, mask, kept=(1, 1, 1), **p) -> np.ndar
     uvqk = rows @ p["uvqk_weight"] + p.get("uvqk_beta", 0)
     groups = np.split(uvqk, [N * h, 2 * N * h, N * (2 * h + d)], axis=1)
     u, v, q, k = (
-        (silu(z) if name == "silu" else z).reshape(TOTAL, N, -1)
-        for z, name in zip(groups, activations, strict=True)
+        ACTS[name](z).reshape(TOTAL, N, -1) for z, name in zip(groups, activations, strict=True)
     )
     a = np.zeros_like(v)
     for end, length, targets in zip(ends, LENGTHS, TARGETS, strict=True):
         part = slice(end - length, end)
         seen = sees(length, length, targets=targets, **mask)
-        scores = silu(np.einsum("inh,jnh->nij", q[part], k[part]) / np.sqrt(d)) * seen
+        scores = ACTS["silu"](np.einsum("inh,jnh->nij", q[part], k[part]) / np.sqrt(d)) * seen
         a[part] = np.einsum("nij,jnh->inh", scores, v[part]) / LONGEST
     weight, bias = (p.get(f"output_norm_{w}", c) for w, c in (("weight", 1), ("bias", 0)))
     if group_norm:

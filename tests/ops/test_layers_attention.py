@@ -10,6 +10,7 @@ import pytest
 from flax import linen as flax_linen
 from flax import nnx as flax_nnx
 from problems import random_array
+from sharded_calls import close
 
 import ikbo_jax as ikbo
 from ikbo_jax.layers import functional, linen, nnx
@@ -97,10 +98,6 @@ LAYERS = {
 
 #: Largest errors of gradients and of results; twins of attention add in another order.
 ERRORS = {"LinearCompression": (1e-4, 1e-5)}
-
-
-def close(actual, expected, atol) -> None:
-    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=atol), actual, expected)
 
 
 @pytest.mark.parametrize("name", LAYERS)

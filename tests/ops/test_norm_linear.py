@@ -9,8 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import scipy.special
-from jax.sharding import PartitionSpec as P
-from sharded_calls import KINDS, close, collectives, mesh_of, on
+from sharded_calls import CASES, close, draw, mesh_of, on_mesh
 
 import ikbo_jax as ikbo
 from ikbo_jax.problems.norm_linear import NormLinearProblem
@@ -285,56 +284,6 @@ def test_vmap_of_results_and_gradients(batched: str) -> None:
             assert plan.problem.rows == 2 * ROWS
 
 
-#: Layouts of the arrays of eight rows, columns of a multiple of 8, over "x".
-DIVIDED = {
-    "rows": {"x": P("x"), "u": P("x"), "a": P("x"), "residual": P("x")},
-    "columns": {"w0": P(None, "x"), "w1": P(None, "x"), "b0": P("x"), "weight": P(None, "x")},
-}
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("divided", DIVIDED)
-def test_devices(divided: str, kind: str) -> None:
-    mesh = mesh_of("8", kind)
-    rng = np.random.default_rng(0)
-
-    def arrays(**shapes: tuple[int, ...]) -> dict[str, Any]:
-        return {k: rng.normal(size=s).astype(np.float32) for k, s in shapes.items()}
-
-    def linear(x: Any, w0: Any, w1: Any, b0: Any, *factors: Any) -> Any:
-        options = dict(zip(("norm_scale", "norm_bias"), factors, strict=True))
-        return ikbo.norm_linear(
-            x, (w0, w1), (b0, None), activations=("silu", "identity"), **options
-        )
-
-    def gated(u: Any, a: Any, weight: Any, residual: Any, *factors: Any) -> Any:
-        options = dict(zip(("norm_scale", "norm_bias"), factors, strict=True))
-        options |= {"dropout_rate": 0.5, "dropout_key": KEY}
-        return ikbo.gated_linear(u, a, weight, residual, concat=True, by_head=True, **options)
-
-    for fn, drawn_arrays in (
-        (linear, arrays(x=(16, 5), w0=(5, 8, 3), w1=(5, 8, 2), b0=(8, 3), s=(5,), b=(5,))),
-        (
-            gated,
-            arrays(u=(16, 2, 3), a=(16, 2, 3), weight=(18, 8), residual=(16, 8), s=(2,), b=(2,)),
-        ),
-    ):
-        names, values = list(drawn_arrays), list(drawn_arrays.values())
-
-        def step(*arrays: Any, fn: Any = fn) -> Any:
-            out, pull_back = jax.vjp(fn, *arrays)
-            return out, pull_back(jax.tree.map(jnp.sin, out))
-
-        expected = jax.jit(step)(*values)
-        held = on(mesh, values, [DIVIDED[divided].get(name, P()) for name in names])
-        close(jax.jit(step)(*held), expected, 3e-5)
-        program = jax.jit(fn).lower(*held).compile()
-        assert not collectives(program.as_text())
-        if kind == "auto":
-            word = {"rows": "rows", "columns": "columns"}[divided]
-            assert word in str(ikbo.explain(fn, *held).plans[0].division)
-
-
 def test_export_with_symbolic_rows() -> None:
     (rows,) = jax.export.symbolic_shape("r")
     for shapes, fn, names in (
@@ -351,20 +300,6 @@ def test_export_with_symbolic_rows() -> None:
         close(exported.call(arrays), jax.jit(fn)(arrays), 0)
 
 
-def test_policies_of_checkpoint_name_what_is_kept() -> None:
-    arrays = in_dtype(drawn(LINEAR), "float32")
-
-    def loss(a: Any) -> jax.Array:
-        return sum(jnp.sum(jnp.sin(x)) for x in norm_linear("layer", a))
-
-    names = ("ikbo_norm_linear_out", "ikbo_norm_linear_projection")
-    text = str(jax.make_jaxpr(jax.grad(loss))(arrays))
-    assert all(f"name={name}" in text for name in names)
-    policy = jax.checkpoint_policies.save_only_these_names(*names[1:])
-    found = jax.jit(jax.grad(jax.checkpoint(loss, policy=policy)))(arrays)
-    close(found, jax.jit(jax.grad(loss))(arrays), 1e-6)
-
-
 def test_explain_says_that_xla_computes_and_why() -> None:
     arrays = in_dtype(drawn(LINEAR), "bfloat16")
     (plan,) = ikbo.explain(lambda a: norm_linear("layer", a), arrays).plans
@@ -377,6 +312,20 @@ def test_explain_says_that_xla_computes_and_why() -> None:
     (plan,) = ikbo.explain(lambda a: gated_linear("layer", True, a), arrays).plans
     wanted = "rows=5 F=6 columns=6 bfloat16 layer norm, [u, a, u · norm(a)], 2 groups"
     assert plan.problem.describe() == wanted
+
+
+@pytest.mark.parametrize(
+    ("name", "word"),
+    [
+        (f"{op}_{words}", words)
+        for op in ("norm_linear", "gated_linear")
+        for words in ("rows", "columns")
+    ],
+)
+def test_explain_says_what_is_divided(name: str, word: str) -> None:
+    case, mesh = CASES[name], mesh_of("8", "auto")
+    (plan,) = ikbo.explain(case.op, *on_mesh(mesh, case, draw(case)).values()).plans
+    assert f"{word} over 'x'" in plan.division
 
 
 def test_no_rows() -> None:

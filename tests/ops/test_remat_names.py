@@ -31,6 +31,12 @@ def attention(query: Any, key: Any, value: Any) -> jax.Array:
     return ikbo.attention(*folded, index).reshape(query.shape)
 
 
+def norm_linear(x: Any, scale: Any, weight: Any) -> jax.Array:
+    scale, weight = scale[0].ravel(), weight.reshape(16, 9)[:8]
+    options = {"norm_scale": scale[:8], "activations": ["silu"]}
+    return ikbo.norm_linear(x.reshape(18, 8), [weight], **options)[0]
+
+
 def executions(jaxpr: Any) -> Iterator[str]:
     """The ops that a program computes; a gradient is none."""
     for eqn in jaxpr.eqns:
@@ -46,8 +52,13 @@ def executions(jaxpr: Any) -> Iterator[str]:
         ("gdpa", gdpa("softmax"), ("ikbo_gdpa_out", "ikbo_gdpa_lse")),
         ("gdpa", gdpa("silu"), ("ikbo_gdpa_out",)),
         ("attention", attention, ("ikbo_attention_out", "ikbo_attention_lse")),
+        (
+            "norm_linear",
+            norm_linear,
+            ("ikbo_norm_linear_out", "ikbo_norm_linear_projection"),
+        ),
     ],
-    ids=["softmax", "silu", "attention"],
+    ids=["softmax", "silu", "attention", "norm_linear"],
 )
 def test_named_results_are_not_computed_again(op: str, run: Any, names: tuple[str, ...]) -> None:
     rng = np.random.default_rng(0)

@@ -75,11 +75,17 @@ def test_two_axes_at_once(name: str, kind: str) -> None:
     check(CASES_OF_TWO_AXES[name], mesh_of("4x2", kind), alone=kind == "auto")
 
 
+EAGER = (
+    *("linear_candidates", "attention_everything", "gdpa_heads", "gdpa_rows_masked"),
+    *("gdpa_heads_masked", "gdpa_rows_within_intervals"),
+)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_eager_calls(kind: str) -> None:
     """A call outside jit on divided arrays takes the same way."""
     mesh = mesh_of("8", kind)
-    for name in ("linear_candidates", "attention_everything", "gdpa_heads"):
+    for name in EAGER:
         case = CASES[name]
         arrays = draw(case)
         out = case.op(*on_mesh(mesh, case, arrays).values())

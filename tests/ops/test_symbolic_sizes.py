@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import test_export
 from jax import export
 
 import ikbo_jax as ikbo
@@ -53,16 +54,7 @@ def with_ranges(query, key, value, index, ranges, **options):
     return ikbo.attention(query, key, value, index, key_value_ranges=ranges, **options)
 
 
-def gradient(op: Callable[..., Any]) -> Callable[..., Any]:
-    def run(*arrays, **options):
-        def loss(*floats):
-            return jnp.sum(op(*floats, *arrays[3:], **options))
-
-        return jax.grad(loss, (0, 1, 2))(*arrays[:3])
-
-    return run
-
-
+gradient = functools.partial(test_export.gradient, count=3)
 softmax = functools.partial(ikbo.gdpa, activation="softmax")
 compression = (of(32, 40), of(32, 24), of(B, 40, 16), of(U, 24, 16), integers(B))
 CASES: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {

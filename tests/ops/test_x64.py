@@ -11,7 +11,6 @@ import offline
 import pytest
 
 import ikbo_jax as ikbo
-from ikbo_jax.ops import dispatch
 
 INDEX = np.asarray([0, 2, 1, 1, 0, 2, 2], np.int32)
 OFFSETS = np.asarray([0, 100, 100, 300], np.int32)
@@ -72,9 +71,7 @@ def test_xla_path_and_gradient(name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", OPS)
-def test_kernels_lower(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dispatch, "hopper_unavailable_reason", lambda: None)
-    monkeypatch.setattr(dispatch, "num_sms", lambda: 132)
+def test_kernels_lower(name: str, seems_hopper: None) -> None:
     op, arrays = OPS[name]
     run = functools.partial(op, implementation="mosaic_gpu")
     if name == "gdpa":  # whose gradient has kernels of its own

@@ -247,20 +247,13 @@ def test_no_sum_is_scattered(name: str) -> None:
     assert ("scatter-add", jnp.float32) not in found
 
 
-# Sizes as they are in earnest.
-ROWS = 1152 * 512
-
-
-@pytest.mark.parametrize(
-    ("batch", "q_rows", "kv_rows", "heads", "width", "limits"),
-    [
-        (1152, ROWS, ROWS, 4, 128, (None, None)),
-        (1152, ROWS, ROWS, 4, 128, (512, 512)),
-        (100_000, 100_000, 100_000, 2, 64, (None, None)),
-        (1, 1, 10**7, 64, 256, (None, None)),
-        (10**6, 10, 10, 1, 1, (1, 1)),
-        (3, 10**6, 3, 64, 256, (None, 0)),
-    ],
+@hypothesis.given(
+    batch=st.integers(1, 10**6),
+    q_rows=st.integers(1, 10**7),
+    kv_rows=st.integers(1, 10**7),
+    heads=st.sampled_from([1, 4, 64]),
+    width=st.sampled_from([1, 64, 256]),
+    limits=st.tuples(*[st.none() | st.integers(0, 10_000)] * 2),
 )
 def test_blocking_bounds_every_step(batch, q_rows, kv_rows, heads, width, limits) -> None:
     query, key = (jax.ShapeDtypeStruct((n, heads, width), jnp.bfloat16) for n in (q_rows, kv_rows))

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import problems
 
+import ikbo_jax as ikbo
 from ikbo_jax.reference.activations import ACTIVATIONS as ACTIVATIONS
 from ikbo_jax.reference.gdpa import Arrays, Settings, out_shape
 
@@ -105,6 +106,20 @@ def make_settings(
     names = activation if isinstance(activation, tuple) else (activation,) * shape.q_heads
     rest = {"scale": SCALE, "output_scale": OUTPUT_SCALE, **rest}
     return Settings(names, broadcast_q=shape.is_broadcast_q, **rest)
+
+
+def settings_of(arrays: Arrays, activations: tuple[str, ...], **rest: Any) -> Settings:
+    """Settings of arrays whose shape is not at hand."""
+    rest = {"scale": SCALE, "output_scale": OUTPUT_SCALE, **rest}
+    return Settings(activations, broadcast_q=arrays.cu_seqlens_q is None, **rest)
+
+
+def attend(arrays: Arrays, **options: Any) -> jax.Array:
+    """`gdpa` of arrays, with the scales of this module."""
+    scales = {"scale": SCALE, "output_scale": OUTPUT_SCALE}
+    broadcast_q = arrays.cu_seqlens_q is None
+    options = {"q_to_kv": arrays.q_to_kv, "broadcast_q": broadcast_q, **scales, **options}
+    return ikbo.gdpa(*arrays[:5], **options)
 
 
 def cotangent(arrays: Arrays, settings: Settings, seed: int = 1) -> jax.Array:

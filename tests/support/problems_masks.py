@@ -7,7 +7,6 @@ import numpy as np
 import problems_gdpa
 from problems_gdpa import Rule, Shape
 
-import ikbo_jax as ikbo
 from ikbo_jax import masks
 from ikbo_jax.reference.gdpa import Arrays
 
@@ -115,7 +114,4 @@ def cases(shape: Shape) -> dict[str, Case]:
 
 def attend(arrays: Arrays, mask: masks.Mask, **options: Any) -> jax.Array:
     """`gdpa` of arrays and a mask, with the scales of `problems_gdpa`."""
-    scales = {"scale": problems_gdpa.SCALE, "output_scale": problems_gdpa.OUTPUT_SCALE}
-    broadcast_q = arrays.cu_seqlens_q is None
-    options = {"q_to_kv": arrays.q_to_kv, "broadcast_q": broadcast_q, **scales, **options}
-    return ikbo.gdpa(*arrays[:5], mask=mask, **options)
+    return problems_gdpa.attend(arrays, mask=mask, **options)

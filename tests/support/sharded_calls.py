@@ -72,6 +72,7 @@ def attend_twice(query: jax.Array, key: jax.Array, value: jax.Array, index: jax.
 #: Constants of the program. `gdpa` takes NumPy's arrays, too.
 OFFSETS: Any = np.array([0, 3, 3, 9, 12], np.int32)
 MORE_OFFSETS: Any = np.array([0, 3, 3, 9, 16], np.int32)
+MASKED_OFFSETS: Any = np.array([0, 3, 3, 14, 20, 22, 22, 29, 30], np.int32)
 
 
 def jagged(activation: str) -> Callable[..., jax.Array]:
@@ -85,6 +86,48 @@ def indexed(query: Any, key: Any, value: Any, index: Any) -> jax.Array:
     return ikbo.gdpa(
         query, key, value, MORE_OFFSETS, MORE_OFFSETS, activation="softmax", q_to_kv=index
     )
+
+
+def with_ranges(query: Any, key: Any, value: Any, index: Any, ranges: Any) -> jax.Array:
+    return ikbo.attention(query, key, value, index, key_value_ranges=ranges)
+
+
+def biased(query: Any, key: Any, value: Any, index: Any, bias: Any) -> jax.Array:
+    return ikbo.attention(query, key, value, index, bias=bias)
+
+
+def scaled(query: Any, key: Any, value: Any, scales: Any) -> jax.Array:
+    names = ("silu", "softmax") * 4
+    offsets = MORE_OFFSETS, MORE_OFFSETS
+    return ikbo.gdpa(query, key, value, *offsets, activation=names, output_scale=scales)
+
+
+def masked(query: Any, key: Any, value: Any, targets: Any) -> jax.Array:
+    mask = ikbo.masks.hstu(targets, contextual=1, window=4)
+    offsets = MASKED_OFFSETS, MASKED_OFFSETS
+    return ikbo.gdpa(query, key, value, *offsets, activation="softmax", mask=mask)
+
+
+def within_intervals(query: Any, key: Any, value: Any, begin: Any) -> jax.Array:
+    mask = ikbo.masks.intervals(begin, begin + np.int32(2))
+    offsets = MASKED_OFFSETS, MASKED_OFFSETS
+    return ikbo.gdpa(query, key, value, *offsets, activation="silu", mask=mask)
+
+
+def summed(values: jax.Array, index: jax.Array) -> jax.Array:
+    return ikbo.segment_sum(values, index, 16)
+
+
+def norm_linear(x: Any, w0: Any, w1: Any, b0: Any, scale: Any, bias: Any) -> jax.Array:
+    options: Any = {"norm_scale": scale, "norm_bias": bias}
+    options |= {"activations": ("silu", "identity")}
+    return jnp.concatenate(ikbo.norm_linear(x, (w0, w1), (b0, None), **options), axis=2)
+
+
+def gated_linear(u: Any, a: Any, weight: Any, residual: Any, scale: Any, bias: Any) -> jax.Array:
+    options = {"norm_scale": scale, "norm_bias": bias, "concat": True, "by_head": True}
+    dropout: Any = {"dropout_rate": 0.5, "dropout_key": jax.random.key(3)}
+    return ikbo.gated_linear(u, a, weight, residual, **options, **dropout)
 
 
 LINEAR = {
@@ -101,6 +144,17 @@ EVERYTHING = {
     "self_key": (B, 2, 8, 8), "self_value": (B, 2, 8, 8), "index": (B, -U), "lengths": (U, -6),
 }  # fmt: skip
 JAGGED = {"query": (12, 8, 8), "key": (12, 8, 8), "value": (12, 8, 8)}
+SCALED = {"query": (16, 8, 8), "key": (16, 8, 8), "value": (16, 8, 8), "scales": (4,)}
+ROWS = {"query": (32, 8, 4), "key": (32, 8, 4), "value": (32, 8, 4)}
+NORM_LINEAR = {
+    "x": (16, 5), "w0": (5, 8, 3), "w1": (5, 8, 2), "b0": (8, 3), "scale": (5,), "bias": (5,),
+}  # fmt: skip
+GATED_LINEAR = {
+    "u": (16, 2, 3), "a": (16, 2, 3), "weight": (18, 8), "residual": (16, 8),
+    "scale": (2,), "bias": (2,),
+}  # fmt: skip
+CANDIDATES = {"query": P("x"), "index": P("x")}
+HEADS = dict.fromkeys(("query", "key", "value"), P(None, None, "x"))
 
 #: "x" is the larger axis of a mesh, "y" the other one.
 CASES = {
@@ -155,6 +209,69 @@ CASES = {
         attend, ATTENTION | {"key": (U, 8, 8, 8), "value": (U, 8, 8, 8)},
         {"query": P("x"), "index": P("x"), "key": P(None, "x"), "value": P(None, "x")},
         P("x"), sums=2, is_local=False,
+    ),
+    "attention_ranges": Case(
+        with_ranges, ATTENTION | {"ranges": (B, 2, -7)}, CANDIDATES | {"ranges": P("x")}, P("x"),
+        sums=2,
+    ),
+    "attention_bias": Case(
+        biased, ATTENTION | {"bias": (U, 1, 1, 5)}, CANDIDATES, P("x"), sums=3
+    ),
+    "attention_bias_of_heads": Case(
+        biased, ATTENTION | {"bias": (U, 8, 3, 5)}, CANDIDATES, P("x"), sums=3
+    ),
+    "attention_heads_bias": Case(
+        biased, ATTENTION | {"bias": (U, 1, 1, 5)}, HEADS, P(None, None, "x"), sums=1
+    ),
+    "attention_heads_bias_of_heads": Case(
+        biased, ATTENTION | {"bias": (U, 8, 3, 5)}, HEADS, P(None, None, "x"), sums=0,
+        is_local=False,
+    ),
+    "gdpa_rows_scaled": Case(
+        scaled, SCALED, {"query": P("x")}, P("x"), sums=3, is_local=False
+    ),
+    "gdpa_rows_masked": Case(
+        masked, ROWS | {"targets": (8, -10)}, {"query": P("x"), "targets": P("x")}, P("x"),
+        sums=2, is_local=False,
+    ),
+    "gdpa_heads_masked": Case(
+        masked, ROWS | {"targets": (8, -10)}, dict.fromkeys(ROWS, P(None, "x")), P(None, "x"),
+        sums=0,
+    ),
+    "gdpa_rows_within_intervals": Case(
+        within_intervals, ROWS | {"begin": (32, 2, -9)}, {"query": P("x"), "begin": P("x")}, P("x"),
+        sums=2, is_local=False,
+    ),
+    "look_up_candidates": Case(
+        ikbo.look_up, {"user": (16, 24), "index": (64, -16)}, {"index": P("x")}, P("x"), sums=1
+    ),
+    "look_up_users": Case(
+        ikbo.look_up, {"user": (16, 24), "index": (64, -16)}, {"user": P("x")}, P(), sums=0,
+        is_local=False,
+    ),
+    "look_up_columns": Case(
+        ikbo.look_up, {"user": (16, 24), "index": (64, -16)}, {"user": P(None, "x")}, P(None, "x"),
+        sums=0,
+    ),
+    "segment_sum_candidates": Case(
+        summed, {"values": (64, 24), "index": (64, -16)}, {"values": P("x"), "index": P("x")}, P(),
+        sums=1, is_local=False,
+    ),
+    "segment_sum_columns": Case(
+        summed, {"values": (64, 24), "index": (64, -16)}, {"values": P(None, "x")}, P(None, "x"),
+        sums=0,
+    ),
+    "norm_linear_rows": Case(norm_linear, NORM_LINEAR, {"x": P("x")}, P("x"), sums=5),
+    "norm_linear_columns": Case(
+        norm_linear, NORM_LINEAR, {"w0": P(None, "x"), "w1": P(None, "x"), "b0": P("x")},
+        P(None, "x"), sums=3,
+    ),
+    "gated_linear_rows": Case(
+        gated_linear, GATED_LINEAR, dict.fromkeys(("u", "a", "residual"), P("x")), P("x"), sums=3
+    ),
+    "gated_linear_columns": Case(
+        gated_linear, GATED_LINEAR, dict.fromkeys(("weight", "residual"), P(None, "x")),
+        P(None, "x"), sums=4,
     ),
 }  # fmt: skip
 #: Both axes of a mesh at once.

@@ -11,7 +11,6 @@ from fake_tuning import HERE, row
 
 import ikbo_jax as ikbo
 from ikbo_jax.autotuner import autotune
-from ikbo_jax.ops import dispatch
 from ikbo_jax.tuning import user_cache
 
 INDEX = jnp.array([0, 0, 1], jnp.int32)
@@ -21,7 +20,7 @@ CAND = jnp.ones((3, 4, 2, 64), jnp.bfloat16)
 
 
 @pytest.fixture
-def tuner(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+def tuner(seems_hopper: None, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """A machine whose tuner writes the default configuration; returns the tuned problems."""
     tuned: list[Any] = []
 
@@ -35,7 +34,6 @@ def tuner(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         return found.to_json()
 
     monkeypatch.setattr(autotune, "tune", tune)
-    monkeypatch.setattr(dispatch, "hopper_unavailable_reason", lambda: None)
     return tuned
 
 

@@ -95,28 +95,12 @@ def test_nearest_row_is_taken_and_named(builtin):
     assert near.describe() in choice.reason
 
 
-@pytest.mark.parametrize(
-    "changes", [{"batches": (30, 2048)}, {"dtype": "float16"}, {"n": 264}, {"m": 432}]
-)
-def test_far_rows_and_those_of_other_models_say_nothing(builtin, changes):
-    builtin(row(dataclasses.replace(DEFAULT, **changes), other()))
-    assert table.lookup(DEFAULT).source == "default"
-
-
 def test_illegal_row_gives_way_to_the_next(builtin):
     huge = LinearCompressionConfig(block_m=224, num_stages=64, epilogue_rows=56)
     assert huge.illegal_reason(DEFAULT) is not None
     builtin(row(DEFAULT, huge), row(dataclasses.replace(DEFAULT, batches=(16, 1024)), other()))
     choice = table.lookup(DEFAULT)
     assert (choice.config, choice.exact) == (other(), False)
-
-
-def test_row_whose_tile_does_not_fit_gives_way_to_the_default(builtin):
-    builtin(row(DEFAULT))  # Tiles of 224 rows would pad 512 to 672.
-    asked = dataclasses.replace(DEFAULT, m=512)
-    choice = table.lookup(asked)
-    assert (choice.config, choice.source) == (asked.default_config(), "default")
-    assert not choice.exact
 
 
 def test_xla_row_reaches_a_short_way_only(builtin):

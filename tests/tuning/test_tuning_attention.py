@@ -9,7 +9,7 @@ import measured_times
 import numpy as np
 import pytest
 from fake_tuning import ATTENTION as DEFAULT
-from fake_tuning import other, row
+from fake_tuning import row
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -60,14 +60,6 @@ def test_sizes_of_nothing_have_no_configuration_or_a_legal_one(name):
         problem = dataclasses.replace(sizes, **{name: 0})
         for config in problem.configs():
             assert config.illegal_reason(problem) is None
-
-
-def test_row_of_another_head_width_says_nothing(builtin):
-    builtin(row(at(head_dim=64), other(DEFAULT)))
-    asked = at(head_dim=192)
-    assert at(head_dim=64).distance(asked) == float("inf")
-    choice = table.lookup(asked)
-    assert (choice.config, choice.source) == (asked.default_config(), "default")
 
 
 @given(
@@ -122,14 +114,6 @@ def test_row_of_either_kernel_is_read_back(builtin):
         assert read == row(FEW, config)
         builtin(read)
         assert table.lookup(FEW).config == config
-
-
-def test_row_of_few_queries_serves_near_problems_only(builtin):
-    builtin(row(FEW, FewQueriesConfig(splits=3)))
-    asked = dataclasses.replace(FEW, kv_len=4096)
-    assert table.lookup(asked).config == asked.default_config()
-    tiles = dataclasses.replace(FEW, q_len=64)
-    assert isinstance(table.lookup(tiles).config, AttentionConfig)
 
 
 @pytest.mark.parametrize("head_dim", BACKWARD_HEAD_DIMS)

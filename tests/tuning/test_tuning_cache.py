@@ -24,12 +24,13 @@ from ikbo_jax.tuning import table, table_rows, user_cache
 
 
 def test_user_cache_wins_for_its_problem_and_near_ones(builtin, cache_dir):
-    builtin(row(DEFAULT))
+    builtin(row(DEFAULT), row(dataclasses.replace(DEFAULT, batches=(15, 1009))))
     user_cache.write_user_row(row(DEFAULT, other()))
     choice = table.lookup(DEFAULT)
     assert (choice.config, choice.source, choice.exact) == (other(), "user cache", True)
-    neighbour = dataclasses.replace(DEFAULT, batches=(15, 1023))
-    assert table.lookup(neighbour).source == "user cache"
+    choice = table.lookup(dataclasses.replace(DEFAULT, batches=(15, 1010)))
+    assert (choice.config, choice.source, choice.exact) == (other(), "user cache", False)
+    assert choice.reason.startswith("user cache, nearest row at distance 0.0")
     far = dataclasses.replace(DEFAULT, batches=(15, 2048))
     assert table.lookup(far).source == "default"
     assert [path.name for path in cache_dir.iterdir() if path.suffix != ".lock"] == ["sm90.json"]

@@ -34,8 +34,7 @@ GDPA_PROBLEM = GdpaProblem(
 
 
 @pytest.fixture(autouse=True)
-def seems_hopper(monkeypatch):
-    monkeypatch.setattr(dispatch, "hopper_unavailable_reason", lambda: None)
+def _on_a_hopper_machine(seems_hopper, monkeypatch):
     monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # tune sets it: restore it
 
 

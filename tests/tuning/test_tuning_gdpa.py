@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import problems_gdpa
 import pytest
-from fake_tuning import HERE, other, row
+from fake_tuning import HERE, row
 from hypothesis import given
 from hypothesis import strategies as st
 from problems_gdpa import Shape
@@ -17,7 +17,6 @@ import ikbo_jax as ikbo
 from ikbo_jax.autotuner import autotune
 from ikbo_jax.cases import gdpa
 from ikbo_jax.cases.gdpa import Case
-from ikbo_jax.ops import dispatch
 from ikbo_jax.problems import GdpaConfig, GdpaProblem, ShortGdpaConfig, short_gdpa
 from ikbo_jax.problems import gdpa as gdpa_problems
 from ikbo_jax.tuning import table, user_cache
@@ -29,7 +28,6 @@ DEFAULT = GdpaProblem(
 TINY = GdpaProblem(
     *(5, 5, 5 * 7, 5 * 7, 2, 1, 16, "float32"), ("relu", "gelu_tanh"), "tanh", False, 12, 12
 )
-RELU = {"activations": ("relu",), "approx": None}
 #: Keys of a sequence that stay in shared memory.
 SHORT = dataclasses.replace(DEFAULT, kv_rows=1152 * 256, max_seqlen_kv=256)
 
@@ -60,13 +58,6 @@ def test_what_was_measured_fastest_is_timed_first():
 # Lookup.
 
 
-def test_row_of_another_activation_says_nothing(builtin):
-    builtin(row(DEFAULT, other(DEFAULT)))
-    assert table.lookup(at(**RELU)).source == "default"
-    assert DEFAULT.distance(at(**RELU)) == float("inf")
-    assert DEFAULT.distance(at(head_dim=64)) == float("inf")
-
-
 @pytest.mark.parametrize(
     ("head_dim", "activations", "expected"),
     [
@@ -91,29 +82,8 @@ def test_half_blocks_that_may_serialise_are_not_the_default(head_dim, activation
     assert len(candidates) == len(set(candidates))
 
 
-def test_users_row_speaks_for_near_problems_and_comes_first(builtin):
-    jagged = at(q_rows=ROWS - 999, kv_rows=ROWS - 17)
-    builtin(row(at(q_rows=ROWS - 998, kv_rows=ROWS - 17)))
-    user_cache.write_user_row(row(at(batch=1151, batch_kv=1151), other(DEFAULT)))
-    choice = table.lookup(jagged)
-    assert (choice.config, choice.source, choice.exact) == (other(DEFAULT), "user cache", False)
-    assert choice.reason.startswith("user cache, nearest row at distance 0.00")
-    user_cache.write_user_row(row(jagged, other(DEFAULT, 2)))
-    assert table.lookup(jagged).config == other(DEFAULT, 2)
-
-
-def test_runs_are_for_keys_that_stay(builtin):
-    runs = SHORT.default_config()
-    assert runs.run > 1
-    builtin(row(SHORT, runs))
-    assert table.lookup(dataclasses.replace(SHORT, batch=1100)).config == runs
-    assert table.lookup(DEFAULT).source == "default"
-
-
 @pytest.mark.parametrize("is_users", [True, False], ids=["user cache", "sm90.json"])
-def test_kernel_runs_by_itself_with_and_without_a_measured_row(is_users, builtin, monkeypatch):
-    monkeypatch.setattr(dispatch, "hopper_unavailable_reason", lambda: None)
-    monkeypatch.setattr(dispatch, "num_sms", lambda: 132)
+def test_kernel_runs_by_itself_with_and_without_a_measured_row(is_users, builtin, seems_hopper):
     arrays = problems_gdpa.make_arrays(Shape((300, 20), (300, 20), 2, 1, 64))
     attend = functools.partial(ikbo.gdpa, activation="relu", max_seqlen_q=300)
     builtin()
@@ -134,10 +104,8 @@ def test_kernel_runs_by_itself_with_and_without_a_measured_row(is_users, builtin
     assert "no measured row" in plan.reason
 
 
-def test_short_sequences_have_a_kernel_of_their_own(builtin, monkeypatch):
+def test_short_sequences_have_a_kernel_of_their_own(builtin, seems_hopper):
     """By the bounds; without bounds, if the mean is half as long."""
-    monkeypatch.setattr(dispatch, "hopper_unavailable_reason", lambda: None)
-    monkeypatch.setattr(dispatch, "num_sms", lambda: 132)
     builtin(row(at(head_dim=64)))
     arrays = problems_gdpa.make_arrays(Shape((30, 20), (30, 20), 2, 1, 64))
     attend = functools.partial(ikbo.gdpa, activation="relu", max_seqlen_q=40, max_seqlen_kv=40)
@@ -210,13 +178,11 @@ def test_tickets_by_default(builtin, monkeypatch):
     assert [first(p).tickets for p in rounds] == [False, True]
 
 
-def test_few_queries_of_all_sequences_have_three_slots(monkeypatch):
+def test_few_queries_of_all_sequences_have_three_slots(seems_hopper):
     """Where sequences share keys, which the kernel for short sequences does not load once for all.
 
     The op makes the problem here: its rows are the result's, not the seeds.
     """
-    monkeypatch.setattr(dispatch, "hopper_unavailable_reason", lambda: None)
-    monkeypatch.setattr(dispatch, "num_sms", lambda: 132)
     for seeds, sequences in ((23, 140), (64, 9), (65, 140)):
         keys, index = (200, 100) * sequences, (*range(2 * sequences), 0)
         arrays = problems_gdpa.make_arrays(Shape(seeds, keys, 2, 2, 64, q_to_kv=index))

@@ -22,7 +22,6 @@ from ikbo_jax.ops import linear_compression_backward as linear_op
 from ikbo_jax.problems import (
     AttentionBackwardProblem,
     GdpaBackwardProblem,
-    GdpaBackwardTuning,
     GdpaProblem,
     LinearCompressionBackwardProblem,
     LinearCompressionConfig,
@@ -39,7 +38,6 @@ from ikbo_jax.tuning import table
 
 LINEAR_FORWARD = LinearCompressionProblem((15, 1024), (1178, 866), 433, 256, "bfloat16")
 LINEAR = LinearCompressionBackwardProblem.of(LINEAR_FORWARD)
-OTHER_LINEAR = dataclasses.replace(LINEAR.default_config(), weight_stages=4)
 
 
 @hypothesis.given(
@@ -163,18 +161,6 @@ def test_candidates_are_legal_and_begin_with_the_default(problem, builtin):
             assert len({getattr(config, field.name) for config in found}) > 1, field.name
 
 
-def test_a_near_row_is_used(builtin):
-    builtin(row(LINEAR, OTHER_LINEAR))
-    near = dataclasses.replace(LINEAR, batches=(18, 900))
-    choice = table.lookup(near)
-    assert (choice.config, choice.exact) == (OTHER_LINEAR, False)
-    assert "sm90.json, nearest row" in choice.reason
-    narrow = dataclasses.replace(LINEAR, m=40)
-    assert table.lookup(narrow).config == narrow.default_config()
-    few_k = dataclasses.replace(LINEAR, ks=(1178, 20))
-    assert table.lookup(few_k).config == few_k.default_config()
-
-
 def gradients(implementation=None):
     def loss(*arrays):
         index = jnp.asarray([1, 0, 2, 1], jnp.int32)
@@ -236,17 +222,7 @@ def test_a_folded_problem_has_a_choice_of_its_own(fake_hopper, builtin):
     assert tuned.kernels(folded).weights[0] in used
 
 
-def test_narrow_blocks_are_for_short_sequences(builtin):
-    short = dataclasses.replace(GDPA, q_rows=1152 * 20, kv_rows=1152 * 20)
-    narrow = GdpaBackwardTuning(32, 3, 64, 3)
-    builtin(row(short, narrow))
-    assert table.lookup(dataclasses.replace(short, batch=1100)).config == narrow
-    assert table.lookup(GDPA).config == GDPA.default_config()
-    assert table.lookup(SOFTMAX).config == SOFTMAX.default_config()
-
-
-def test_gdpa_takes_the_row_or_xla(monkeypatch, builtin):
-    monkeypatch.setattr(dispatch, "hopper_unavailable_reason", lambda: None)
+def test_gdpa_takes_the_row_or_xla(seems_hopper, builtin):
     builtin(row(GDPA, OTHER_GDPA, device=HERE))
     request = dispatch.Request("gdpa", None, None)
     config, reason = gdpa_op.choose(request, GDPA_FORWARD)

@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import test_tuning_gdpa as of_gdpa
+import test_tuning_gradients as of_gradients
 from fake_tuning import ATTENTION, GDPA, LINEAR, QUICK, Bench, other, row
 
 from ikbo_jax import cases, problems
@@ -86,6 +88,54 @@ def test_rows_of_one_direction_say_nothing_about_the_other(result, gradient, bui
     assert (choice.config, choice.source) == (gradient.default_config(), "default")
     builtin(row(gradient, None))
     assert (table.lookup(result).source, table.lookup(gradient).config) == ("default", None)
+
+
+FEW = problems.AttentionProblem(1024, 16, 1, 512, 4, 4, 64, "bfloat16")
+LONG, SHORT, LONG_BACKWARD = of_gdpa.DEFAULT, of_gdpa.SHORT, of_gradients.GDPA
+ROWS_OF_LONG = {"q_rows": LONG_BACKWARD.q_rows, "kv_rows": LONG_BACKWARD.kv_rows}
+
+
+@pytest.mark.parametrize(
+    ("measured", "config", "near", "far"),
+    [
+        (
+            *(LINEAR, other(LINEAR), []),
+            [{"batches": (30, 2048)}, {"dtype": "float16"}, {"n": 264}, {"m": 432}],
+        ),
+        # Tiles of 224 rows would pad 512 to 672.
+        (LINEAR, LINEAR.default_config(), [], [{"m": 512}]),
+        (
+            LINEAR_BACKWARD,
+            dataclasses.replace(LINEAR_BACKWARD.default_config(), weight_stages=4),
+            *([{"batches": (18, 900)}], [{"m": 40}, {"ks": (1178, 20)}]),
+        ),
+        (ATTENTION, other(ATTENTION), [], [{"head_dim": 192}]),
+        (FEW, problems.FewQueriesConfig(splits=3), [], [{"kv_len": 4096}, {"q_len": 64}]),
+        (LONG, other(LONG), [], [{"activations": ("relu",), "approx": None}, {"head_dim": 64}]),
+        # Runs are for keys that stay, narrow blocks for short sequences.
+        (
+            *(SHORT, SHORT.default_config(), [{"batch": 1100}]),
+            [{"kv_rows": LONG.kv_rows, "max_seqlen_kv": LONG.max_seqlen_kv}],
+        ),
+        (
+            dataclasses.replace(LONG_BACKWARD, q_rows=1152 * 20, kv_rows=1152 * 20),
+            problems.GdpaBackwardTuning(32, 3, 64, 3),
+            [{"batch": 1100}],
+            [ROWS_OF_LONG, ROWS_OF_LONG | {"activations": ("softmax",)}],
+        ),
+    ],
+)
+def test_rows_speak_for_near_problems_alone(measured, config, near, far, builtin):
+    builtin(row(measured, config))
+    for changes in near:
+        choice = table.lookup(dataclasses.replace(measured, **changes))
+        assert (choice.config, choice.exact) == (config, False)
+        assert "sm90.json, nearest row" in choice.reason
+    for changes in far:
+        asked = dataclasses.replace(measured, **changes)
+        choice = table.lookup(asked)
+        assert (choice.config, choice.source) == (asked.default_config(), "default")
+        assert not choice.exact
 
 
 @pytest.mark.parametrize(
