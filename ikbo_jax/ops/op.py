@@ -70,9 +70,8 @@ class Pulled[A, R](NamedTuple):
 
 
 class Named(NamedTuple):
-    """Names of the dimensions of an op's arrays and results, see `partition.dimensions`.
+    """Dimensions' names (`partition.dimensions`) of arrays, given or not, and of results.
 
-    An array that a call lacks may have names, too.
     `split` has the dimensions that can be divided over devices, and what `explain` calls them.
     """
 
@@ -90,8 +89,7 @@ class Op[C: Call, A, R](abc.ABC):
       jitted: `traced` as one function in a program.
       xla_batches_products: whether XLA runs problems that cannot be folded at once; if false, it
         runs them one after another, which needs the memory of one problem.
-      by_kernels: what `explain` says of a gradient that kernels compute.
-      by_xla: what `explain` says of a gradient that XLA computes.
+      by_kernels, by_xla: what `explain` says of a gradient that kernels or XLA compute.
       is_gradient_apart: whether kernels may compute the gradient of a result that XLA computes.
       result_names: names of the results for policies of `jax.checkpoint`.
     """
@@ -226,8 +224,7 @@ class Op[C: Call, A, R](abc.ABC):
             # Not the whole arrays: caches keep `local`, and with it their tracers.
             return self.joined(results, named, parts, division)
 
-        operands = (named.arrays, arrays)
-        return _run_divided(local, (plan, call), operands, named.results, named.split)
+        return _run_divided(local, (plan, call), (named.arrays, arrays), named.results, named.split)
 
     def _named(self, call: C, arrays: A) -> Named:
         """Names the dimensions of the arrays that a call has, and of its results."""

@@ -14,7 +14,8 @@ from typing import Any
 import jax
 import pytest
 from jax.experimental import checkify
-from lookalike_grammar import ROW_STEPS, SOURCES, draw, draw_lookup, step_of
+from lookalike_grammar import draw
+from lookalike_rows import ROW_STEPS, SOURCES, draw_lookup, step_of
 from lookalikes import ATTENTION, LOOKUPS, MIXED
 from rounding_rule import AS_WRITTEN, Case, describe, faults, pullback
 
