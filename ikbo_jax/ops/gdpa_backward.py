@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from ikbo_jax.ops import dispatch
 from ikbo_jax.problems import GdpaBackwardProblem, GdpaBackwardTuning, GdpaProblem
 from ikbo_jax.problems import gdpa_backward as configs
+from ikbo_jax.problems.gdpa import group_rows
 from ikbo_jax.problems.hopper import BLOCK_K, TILE_ROWS, WGMMA_M
 from ikbo_jax.reference import jagged
 from ikbo_jax.reference.activations import SOFTMAX, one_by_one
@@ -74,8 +75,8 @@ def kernel_vjp(
     if arrays.intervals is not None:
         _, heads, width = query.shape
         rows_of_groups = (
-            configs.group_rows(key.shape[0], key.shape[1] * width),
-            configs.group_rows(offsets.result_rows, heads * width),
+            group_rows(key.shape[0], key.shape[1] * width),
+            group_rows(offsets.result_rows, heads * width),
         )
         work, masks = masked.mask_work(
             work, offsets, arrays.intervals, work_settings, rows_of_groups, stores=stored > 0

@@ -37,6 +37,15 @@ MASK_WORDS, SEEN_WORDS = 15, 2
 #: should find them in L2: if they belong to any sequences, a causal mask takes 2.5 times as long as
 #: its products at 1,024 keys, and 2.1 times at 2,048 (SiLU, N = 4, H = 128, 65,536 rows, an H100).
 GROUP_BYTES = 2**24
+#: Bytes of keys and values up to which all masked tiles are one group: L2 holds them in any order.
+#: At 16 to 40 MiB, groups took 1.03 to 1.10 of the time, forward and for gradients (H200).
+GROUPED_BYTES = 40 * 2**20
+#: Most groups: numbers by which tiles are sorted have 30 bits.
+MOST_GROUPS = 256
+#: Largest bound up to which masked blocks of 64 keys are faster, at H = 64 and at wider heads.
+#: With 64 and 128 keys, us on an H200: H = 64, up to 190 keys 27.0 and 30.0, 256 68.0 and 58.3;
+#: H = 128, 162 79.0 and 120.6, 384 95.0 and 102.1, 640 62.4 and 66.5, 740 76.5 and 72.8.
+MASKED_NARROW_KEYS = 192, 640
 #: Slots for descriptors beyond the number of query slots.  A consumer reads a descriptor for the
 #: last time after it has freed the next item's queries, so only the descriptor of an item at least
 #: three later may overwrite it.
@@ -51,6 +60,9 @@ MAX_SHORT_CONFIGS = 6
 #: blocks of 128 keys and full sequences of 1024: 0.805 with the first ring, 0.780 with the second.
 Ring = tuple[int, int, int]
 RINGS: tuple[Ring, ...] = ((2, 2, 3), (2, 3, 2), (3, 3, 2), (4, 4, 2), (3, 3, 1), (2, 2, 1))
+#: The same with masks. H = 128, blocks of 64 keys: 95.0 us with the first, 98.8 with the second at
+#: 384 keys; at 162, 79.0 with the second and 100 with two query slots.
+MASKED_RINGS: tuple[Ring, ...] = ((4, 4, 3), (3, 3, 3), (2, 3, 2), (2, 2, 2), (2, 2, 1))
 #: Further parameters, the most promising first, if the keys of a sequence do not fit the stages.
 #: Fractions with the second ring at lengths 512, 1024 and 2048: late_turns 0.725, 0.794, 0.853;
 #: none 0.728, 0.780, 0.824. With the first ring and late_turns: 0.806 to 0.813 at 1024, 0.854 at
@@ -90,6 +102,13 @@ NARROW_MAX_KEYS, NARROW_MEAN_KEYS = 384, 2048
 TICKETS_MOST_ROUNDS = 32
 #: Lengths differ by far if the bound is more than so many times the mean.
 LONG_TAIL = 4
+
+
+def group_rows(rows: int, columns: int) -> int:
+    """Counts rows of `columns` columns of a group, which its masked tiles find in L2."""
+    row_bytes = 2 * 2 * columns
+    is_single = rows * row_bytes <= GROUPED_BYTES
+    return max(rows if is_single else GROUP_BYTES // row_bytes, -(-rows // MOST_GROUPS), 1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -238,16 +257,19 @@ class GdpaProblem(GdpaSizes):
     def _masked_configs(self) -> Iterator[GdpaConfig]:
         """Yields the legal configurations of the kernel with masks, the most promising first.
 
-        If keys and values are more than a group's, tickets let tiles be sorted by groups. A softmax
-        has early turns. With a window, the second consumer skips most keys of contextual tokens'
-        tiles, whose first rows alone see them: at the width that was timed.
+        CTAs take tiles by a counter: 0.63 to 1.05 of the time of fixed shares. A softmax has early
+        turns. With a window, the second consumer skips most keys of contextual tokens' tiles, whose
+        first rows alone see them: at the width that was timed.
         """
-        key_bytes = self.kv_rows * self.kv_heads * self.head_dim * 2 * 2
-        tickets = self.prefers_tickets or key_bytes > GROUP_BYTES
         late_turns = SOFTMAX not in self.activations
         skip_empty = self.has_long_tiles and self.head_dim == 128 and not self.has_logit_cap
-        modes = {"late_turns": late_turns, "skip_empty": skip_empty, "tickets": tickets}
-        for block_kv, ring in itertools.product((128, 64), ((2, 3, 2), (2, 2, 2), (2, 2, 1))):
+        modes = {"late_turns": late_turns, "skip_empty": skip_empty, "tickets": True}
+        longest = self.max_seqlen_kv or self.kv_rows
+        is_short = longest <= MASKED_NARROW_KEYS[self.head_dim > 64]
+        blocks = (64, 128) if is_short else (128, 64)
+        # At H = 64, (3, 3, 3) takes 0.985 to 1 of the time of (4, 4, 3).
+        rings = MASKED_RINGS if self.head_dim > 64 else MASKED_RINGS[1:]
+        for block_kv, ring in itertools.product(blocks, rings):
             config = GdpaConfig(block_kv, *ring, **modes)
             if config.illegal_reason(self) is None:
                 yield config

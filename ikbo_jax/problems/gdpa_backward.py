@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from typing import Any, ClassVar, NamedTuple
 
 from ikbo_jax.problems import hopper, memory
-from ikbo_jax.problems.gdpa import GROUP_BYTES
 from ikbo_jax.problems.gdpa_sizes import SOFTMAX, GdpaSizes
 from ikbo_jax.problems.hopper import BLOCK_K, NUM_CONSUMERS, TILE_ROWS, WGMMA_M
 from ikbo_jax.problems.problem import Config, Ranked, by_rule
@@ -42,8 +41,6 @@ MAX_STORED_BYTES = 17 * 2**28
 #: ones and 487 without at 512 keys (silu), 796 and 853 at 1,024, 1427 and 1591 at 2,048; with a
 #: softmax 791 and 769 at 1,024, and 1428 and 1496 at 2,048.
 LEAST_STORED_KEYS = 1024, 2048
-#: Most groups of masked tiles: numbers by which tiles are sorted have 30 bits.
-MOST_GROUPS = 256
 
 
 class Packing(NamedTuple):
@@ -166,11 +163,6 @@ STORED_CONFIG = GdpaBackwardConfig(64, 5)
 def default_config(head_dim: int) -> GdpaBackwardConfig:
     """Returns the configuration of both kernels; nothing else was measured."""
     return GdpaBackwardConfig(64, 6 if head_dim <= BLOCK_K else 3)
-
-
-def group_rows(rows: int, columns: int) -> int:
-    """Counts streamed rows of `columns` columns of a group, which its tiles find in L2."""
-    return max(GROUP_BYTES // (2 * 2 * columns), -(-rows // MOST_GROUPS), 1)
 
 
 def illegal_reason(problem: GdpaSizes) -> str | None:

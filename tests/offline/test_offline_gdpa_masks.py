@@ -50,20 +50,24 @@ def launch(problem: GdpaProblem, config: GdpaConfig, rule: Rule | None) -> tuple
 
 
 @pytest.mark.sampled(3)
+@pytest.mark.parametrize(("longest", "block_kv"), [(100, 64), (1024, 128)])
 @pytest.mark.parametrize("mask", RULES)
 @pytest.mark.parametrize("head_dim", [64, 96, 128])
 @pytest.mark.parametrize("activation", ["silu", "gelu", "relu", "gelu_tanh", "softmax"])
-def test_offline_masked_kernel_is_fit(activation, head_dim, mask, compiler) -> None:
+def test_offline_masked_kernel_is_fit(activation, head_dim, mask, longest, block_kv, compiler):
     dtype = "float16" if head_dim == 96 else "bfloat16"
     changes = {"activations": (activation,), "mask": WORDS[mask], "dtype": dtype}
-    problem = dataclasses.replace(MASKED, **changes, head_dim=head_dim)
+    bounds = {"max_seqlen_q": longest, "max_seqlen_kv": longest}
+    problem = dataclasses.replace(MASKED, **changes, **bounds, head_dim=head_dim)
     config = problem.default_config()
+    assert config.block_kv == block_kv
     assert config.skip_empty == (mask == "targets" and head_dim == 128)
     (compiled,) = compiler.compile_fit(*launch(problem, config, RULES[mask]))
     assert compiled.smem_bytes == config.smem_bytes(head_dim)
 
 
 @pytest.mark.sampled(2)
+@pytest.mark.parametrize("longest", [100, 1024])
 @pytest.mark.parametrize(
     ("activation", "approx", "head_dim", "mask"),
     [
@@ -73,8 +77,11 @@ def test_offline_masked_kernel_is_fit(activation, head_dim, mask, compiler) -> N
         ("gelu", None, 96, "causal"),
     ],
 )
-def test_offline_masked_kernel_with_a_cap_is_fit(activation, approx, head_dim, mask, compiler):
+def test_offline_masked_kernel_with_a_cap_is_fit(
+    activation, approx, head_dim, mask, longest, compiler
+) -> None:
     changes = {"activations": (activation,), "approx": approx, "head_dim": head_dim}
+    changes |= {"max_seqlen_q": longest, "max_seqlen_kv": longest}
     problem = dataclasses.replace(MASKED, **changes, mask=WORDS[mask], has_logit_cap=True)
     compiler.compile_fit(*launch(problem, problem.default_config(), RULES[mask]))
 

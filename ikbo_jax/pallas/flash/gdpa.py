@@ -44,13 +44,10 @@ from ikbo_jax.pallas.worklist.lists import Offsets, TileList, has_long_tiles
 from ikbo_jax.pallas.worklist.masked import masked_tiles
 from ikbo_jax.pallas.worklist.tiles import query_tiles
 from ikbo_jax.problems import GdpaConfig, ShortGdpaConfig
-from ikbo_jax.problems.gdpa import GROUP_BYTES
+from ikbo_jax.problems.gdpa import group_rows
 from ikbo_jax.problems.hopper import TILE_ROWS
 from ikbo_jax.reference.activations import SOFTMAX
 from ikbo_jax.reference.gdpa import Arrays, Settings, out_shape
-
-#: Most groups of masked tiles: ranks (`worklist.positions`) have 31 bits.
-MOST_GROUPS = 256
 
 
 def gdpa_kernel(
@@ -97,15 +94,13 @@ def gdpa_kernel(
 
 
 def _keys_per_group(key: jax.Array, config: GdpaConfig) -> int | None:
-    """Returns how many keys, of all heads, have `GROUP_BYTES` with their values.
+    """Returns how many keys a group has; None if there is one, or without tickets.
 
-    None without tickets: fixed shares are even only if all tiles are sorted by falling work.
+    Fixed shares are even only if all tiles are sorted by falling work.
     """
-    if not config.tickets:
-        return None
     rows, heads, head_dim = key.shape
-    fit = GROUP_BYTES // max(2 * heads * head_dim * key.dtype.itemsize, 1)
-    return max(fit, -(-rows // MOST_GROUPS), 1)
+    fit = group_rows(rows, heads * head_dim)
+    return fit if config.tickets and fit < rows else None
 
 
 def _tiles_of_short(
