@@ -131,7 +131,7 @@ CASES = {
         ((512, N, H),) * 3 + ((5,),),
         (HEADS,) * 3 + (P(),),
         HEADS,
-        (2, 5),  # the gradient needs lse
+        (2, 6),  # the gradient needs lse, and delta
     ),
 }
 

@@ -10,6 +10,7 @@ import planted
 import pytest
 
 from ikbo_jax.pallas.gdpa_backward import kernels, masked, softmax
+from ikbo_jax.pallas.hopper import row_products
 from ikbo_jax.pallas.worklist import lists, works
 from ikbo_jax.pallas.worklist.lists import Offsets, WorkSettings
 from ikbo_jax.problems import GdpaBackwardConfig as Config
@@ -225,6 +226,13 @@ def test_offline_launch_that_lists_tiles_is_fit(name: str, compiler: offline.Com
     (compiled,) = compiler.compile_fit(list_works, *offsets, index)
     assert compiled.name == "ikbo_gdpa_backward_lists"
     assert compiled.ptxas.registers * 4 * WARPGROUP_SIZE <= 65536
+
+
+@pytest.mark.parametrize("head_dim", sorted(backward_configs.HEAD_DIMS))
+def test_offline_launch_that_adds_products_of_rows_is_fit(head_dim, compiler) -> None:
+    rows = jax.ShapeDtypeStruct((ROWS, 4, head_dim), jnp.bfloat16)
+    (compiled,) = compiler.compile_fit(row_products.sums, rows, rows)
+    assert compiled.name == "ikbo_row_products"
 
 
 # The check itself must be able to fail.

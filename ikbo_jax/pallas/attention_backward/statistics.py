@@ -29,13 +29,20 @@ from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, vector
+from jaxlib.mlir.dialects import arith
 from jaxlib.mlir.dialects import math as mlir_math
 
 from ikbo_jax.pallas.hopper import inline, per_thread, stores
 from ikbo_jax.pallas.hopper.inline import Integer
 from ikbo_jax.pallas.hopper.launch import WarpgroupContext, launch_threads
 from ikbo_jax.pallas.hopper.per_thread import Threads
+from ikbo_jax.pallas.hopper.row_products import (
+    CTA_ROWS,
+    ROW_THREADS,
+    VECTOR,
+    loaded_row,
+    row_sum,
+)
 from ikbo_jax.pallas.worklist import numbering
 from ikbo_jax.pallas.worklist.numbering import USER_WORDS
 from ikbo_jax.pallas.worklist.scan import rank, rank_of
@@ -44,11 +51,6 @@ from ikbo_jax.problems import memory
 from ikbo_jax.problems.hopper import WARPGROUP_SIZE
 from ikbo_jax.reference.attention import HUGE_LSE, LSE_ERROR
 
-#: Threads of a row, and rows of a CTA.
-ROW_THREADS = 4
-CTA_ROWS = WARPGROUP_SIZE // ROW_THREADS
-#: 16-bit numbers of one access of a thread, 16 bytes.
-VECTOR = 8
 #: Most candidates and users whose rows each CTA numbers, and most CTAs, which all run at once: with
 #: 51 registers for a thread (of heads of 128 columns), 9 on each of 132 SMs. Where candidates are
 #: in any order, a thread holds a query, too: 78 registers, 6 CTAs; of more CTAs, some number the
@@ -290,13 +292,13 @@ def _store(ctx: WarpgroupContext) -> None:
         width = ir.MemRefType(found.out.type).shape[1]
         part = Integer(mgpu.thread_idx()) % WARPGROUP_SIZE % ROW_THREADS
         load = functools.partial(load_number, row=row)
-        out, d_out = (_loaded_row(x, row, part, width) for x in (found.out, found.d_out))
+        out, d_out = (loaded_row(x, row, part, width) for x in (found.out, found.d_out))
         if packed is not None:
-            query = _loaded_row(found.query, row, part, width)
+            query = loaded_row(found.query, row, part, width)
             place = [(packed_row, kv_heads * width), (kv_head, width)]
             for array, words in zip(packed, (query, d_out), strict=True):
                 _store_row(array, words, place, part, is_row)
-        delta = _row_sum(out, d_out, ir.MemRefType(found.out.type).element_type)
+        delta = row_sum(out, d_out, ir.MemRefType(found.out.type).element_type)
         if found.d_lse is not None:
             delta = arith.subf(delta, load(found.d_lse))
         lse = load(found.lse)
@@ -327,17 +329,6 @@ def load_number(array: ir.Value, row: ir.Value) -> ir.Value:
     return mgpu.utils.bitcast(per_thread.load_words(address, 1)[0], ir.F32Type.get())
 
 
-def _loaded_row(array: ir.Value, row: ir.Value, part: Integer, width: int) -> list[Integer]:
-    """Loads this thread's quarter of array[row], in words of 32 bits."""
-    found = []
-    for step in range(width // (ROW_THREADS * VECTOR)):
-        # The threads of a row read 64 bytes side by side.
-        column = part + step * ROW_THREADS
-        address = stores.device_address(array, [(row, width), (column, VECTOR)], 2)
-        found += per_thread.load_words(address, 4)
-    return found
-
-
 def _store_row(
     array: ir.Value,
     words: Sequence[ir.Value],
@@ -345,28 +336,11 @@ def _store_row(
     part: ir.Value,
     predicate: ir.Value,
 ) -> None:
-    """Stores words of `_loaded_row` to the row whose first element is sum(value * stride)."""
+    """Stores words of `loaded_row` to the row whose first element is sum(value * stride)."""
     address = stores.device_address(array, [*place, (part, VECTOR)], 2)
     for i in range(0, len(words), 4):
         offset = i // 4 * ROW_THREADS * VECTOR * 2
         per_thread.store_words(address, words[i : i + 4], predicate, offset)
-
-
-def _row_sum(x: Sequence[ir.Value], y: Sequence[ir.Value], dtype: ir.Type) -> ir.Value:
-    """Adds products of two rows' elements in f32, in all four threads of a row."""
-    f32 = ir.F32Type.get()
-    pair, pair_f32 = ir.VectorType.get((2,), dtype), ir.VectorType.get((2,), f32)
-    sums = [inline.f32(0.0)] * 4
-    for i, both in enumerate(zip(x, y, strict=True)):
-        wide = [arith.extf(pair_f32, mgpu.utils.bitcast(word, pair)) for word in both]
-        for j in (0, 1):
-            a, b = (vector.extract(w, [], [j]) for w in wide)
-            k = 2 * (i % 2) + j
-            sums[k] = mlir_math.fma(a, b, sums[k])
-    total = arith.addf(arith.addf(sums[0], sums[1]), arith.addf(sums[2], sums[3]))
-    for distance in (1, 2):
-        total = arith.addf(total, mgpu.utils.shfl_bfly(total, distance))
-    return total
 
 
 def lse_exponent(lse: ir.Value) -> ir.Value:

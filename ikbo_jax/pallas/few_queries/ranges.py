@@ -17,7 +17,6 @@ from ikbo_jax.pallas.few_queries.context import Context, Item, Part, Place
 from ikbo_jax.pallas.hopper import inline, per_thread, stores, warps
 from ikbo_jax.pallas.hopper.inline import Integer
 from ikbo_jax.pallas.hopper.visible import Visible
-from ikbo_jax.pallas.worklist.search import INTEGER
 from ikbo_jax.problems.hopper import WGMMA_M
 
 #: More than any number of keys.
@@ -55,7 +54,7 @@ def bounds(ctx: Context, place: Place, target: Any, count: Any, length: Any) -> 
         )
     tables = _tables(ctx)
 
-    @inline.code(ctx.operands.ranges, first, count, length, *tables, returns=(INTEGER,) * 4)
+    @inline.code(ctx.operands.ranges, first, count, length, *tables, returns=(inline.INTEGER,) * 4)
     def reduced(ranges: Any, first: Integer, count: Any, length: Any, *tables: Any) -> Any:
         q_len, zero, most = (inline.i32(x) for x in (shape.q_len, 0, MOST))
         number = first // q_len

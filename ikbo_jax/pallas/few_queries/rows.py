@@ -23,7 +23,6 @@ from ikbo_jax.pallas.hopper import inline, mosaic
 from ikbo_jax.pallas.hopper.inline import Integer
 from ikbo_jax.pallas.hopper.warps import LANES, ballot, from_lane, lane, lowest_bit, total
 from ikbo_jax.pallas.worklist.search import (
-    INTEGER,
     count_at_most,
     end_of_run,
     user_at,
@@ -56,7 +55,7 @@ def candidates(cand_to_user: Any, user: Any, users: int) -> tuple[Any, Any]:
     if batch <= MOST_COUNTED:
         return _counts(cand_to_user, user, users)
 
-    @inline.code(cand_to_user, user, returns=(INTEGER, INTEGER))
+    @inline.code(cand_to_user, user, returns=(inline.INTEGER,) * 2)
     def found(index: ir.Value, user: Integer) -> Any:
         thread_lane, low, step = lane(), inline.i32(0), 1
         half, part = thread_lane // HALF, thread_lane % HALF + 1
@@ -87,7 +86,7 @@ def _counts(cand_to_user: Any, user: Any, users: int) -> tuple[Any, Any]:
     """Counts the candidates with users below `user`, and with users up to `user`."""
     batch = cand_to_user.shape[0]
 
-    @inline.code(cand_to_user, user, returns=(INTEGER, INTEGER))
+    @inline.code(cand_to_user, user, returns=(inline.INTEGER,) * 2)
     def counted(index: ir.Value, user: Integer) -> Any:
         places = [lane() + i for i in range(0, batch, LANES)]
         # All loads are issued before the first one is waited for.

@@ -26,7 +26,7 @@ from jaxlib.mlir.dialects import scf
 from ikbo_jax.pallas.few_queries import listing
 from ikbo_jax.pallas.hopper import inline, turns, warps
 from ikbo_jax.pallas.hopper.inline import Integer
-from ikbo_jax.pallas.worklist.search import INTEGER, clamped, user_at
+from ikbo_jax.pallas.worklist.search import clamped, user_at
 from ikbo_jax.problems.few_queries import LISTING_WARPS
 
 #: The lower half of a word.
@@ -99,7 +99,7 @@ def _packed(ctx: Any, wanted: Any) -> Any:
     """Finds further slot number `wanted` of those with rows, as a warp; -1: there is none."""
     shape, table = ctx.shape, ctx.shape.table
 
-    @inline.code(ctx.shared.table, wanted, returns=INTEGER)
+    @inline.code(ctx.shared.table, wanted, returns=inline.INTEGER)
     def found(words: ir.Value, wanted: Integer) -> Integer:
         lane, found = warps.lane(), inline.i32(-1)
         lower = inline.compute_word("mov.u32 $0, %lanemask_lt;")

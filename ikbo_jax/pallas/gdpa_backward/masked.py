@@ -93,37 +93,31 @@ def mask_work(
     as in `reference.gdpa.Arrays`. `rows_of_groups` says how many neighbouring rows, of keys and of
     queries, make a group. `stores`: whether gradients of scores have places.
     """
-    works = works._replace(queries=_without_rest(works.queries), keys=_without_rest(works.keys))
     assert works.blocks is not None
     position = jnp.arange(WGMMA_M, dtype=jnp.int32)
-    is_row = position[None] < works.blocks[:, 1:]
-    number = jnp.where(is_row, works.blocks[:, :1] + position[None], 0)
+    blocks = jnp.pad(works.blocks, ((0, TILE_ROWS // WGMMA_M), (0, 0)))
+    is_row = position[None] < blocks[:, 1:]
+    number = jnp.where(is_row, blocks[:, :1] + position[None], 0)
     seen = jnp.where(is_row[..., None], intervals.at[number].get(mode="clip"), 0)
-    rows = ranges_and_gaps(seen)
-    groups = _groups(rows, is_row)
+    # The barrier keeps XLA from computing and storing ranges twice.
+    found = ranges_and_gaps(seen)
+    rows = lax.optimization_barrier(jnp.stack((found[..., :2], found[..., 2:])))
+    groups = _groups(rows[:, : len(works.blocks)], is_row)
     masks = Masks(
-        jnp.pad(jnp.moveaxis(rows.reshape(-1, 2, 2), 1, 0), ((0, 0), (0, TILE_ROWS), (0, 0))),
-        jnp.pad(groups, ((0, NUM_CONSUMERS), (0, 0))),
+        rows.reshape(2, -1, 2), jnp.pad(jnp.stack(groups, axis=1), ((0, NUM_CONSUMERS), (0, 0)))
     )
-    queries, of_queries = _with_blocks(
-        works.queries, *_seen_keys(works, offsets, masks.groups, settings), rows_of_groups[0]
-    )
-    keys, is_seen, is_whole = _seen_queries(works, offsets, groups, settings.parts)
-    keys, of_keys = _with_blocks(keys, is_seen, is_whole, rows_of_groups[1], settings.group)
+    of_each = _seen_keys(works, offsets, masks.groups, settings)
+    queries, of_queries = _with_blocks(works.queries, of_each, rows_of_groups[0])
+    of_each = _seen_queries(works, offsets, groups, settings.parts)
+    keys, of_keys = _with_blocks(works.keys, of_each, rows_of_groups[1], settings.group)
     if stores:
-        tiles, places = stored.with_places(keys.tiles, is_seen, offsets)
+        tiles, places = stored.with_places(keys.tiles, of_each.is_seen, offsets)
         keys, masks = keys._replace(tiles=tiles), masks._replace(places=places)
     order = _order(jnp.concatenate((of_queries, of_keys + 2**30)))
     count = queries.tiles.shape[0]
-    queries = queries._replace(tiles=queries.tiles[order[:count]])
-    keys = keys._replace(tiles=keys.tiles[order[count:] - count])
+    queries = queries._replace(tiles=queries.tiles.at[order[:count]].get(mode="clip"))
+    keys = keys._replace(tiles=keys.tiles.at[order[count:] - count].get(mode="clip"))
     return works._replace(queries=queries, keys=keys), masks
-
-
-def _without_rest(work: Work) -> Work:
-    """Replaces the entries past the last tile by 0, since a list leaves them as memory was."""
-    is_tile = jnp.arange(work.tiles.shape[0], dtype=jnp.int32) < work.counts[1]
-    return work._replace(tiles=jnp.where(is_tile[:, None], work.tiles, 0))
 
 
 def _order(numbers: jax.Array) -> jax.Array:
@@ -134,121 +128,169 @@ def _order(numbers: jax.Array) -> jax.Array:
     one, other = numbers[:, None], numbers[None]
     is_before = (other < one) | ((other == one) & (index[None] < index[:, None]))
     place = jnp.sum(is_before, axis=1, dtype=jnp.int32)
-    return jnp.zeros_like(index).at[place].set(index, unique_indices=True)
+    return jnp.sum(
+        jnp.where(place[None] == index[:, None], index[None], 0), axis=1, dtype=jnp.int32
+    )
 
 
-def _groups(rows: jax.Array, is_row: jax.Array) -> jax.Array:
-    """Computes the words of groups from rows [groups, 64, 4], some of which do not exist."""
+def _groups(rows: jax.Array, is_row: jax.Array) -> list[jax.Array]:
+    """Computes the words of groups from rows [2, groups, 64, 2], some of which do not exist."""
     most = jnp.int32(jnp.iinfo(jnp.int32).max)
-    begin, end, gap_begin, gap_end = (rows[..., i] for i in range(4))
+    begin, end, gap_begin, gap_end = (rows[i, ..., j] for i in range(2) for j in range(2))
+    is_row = is_row[: len(begin)]
     sees, has_gap = begin < end, gap_begin < gap_end
 
-    def least(condition: jax.Array, values: Any, rest: Any = most) -> jax.Array:
-        return jnp.min(jnp.where(condition, values, rest), axis=1)
-
-    def largest(condition: jax.Array, values: Any, rest: Any = 0) -> jax.Array:
-        return jnp.max(jnp.where(condition, values, rest), axis=1)
-
-    found = (
-        least(sees, begin),
-        largest(sees, end),
-        largest(is_row, begin),
-        least(is_row, end),
-        least(has_gap, gap_begin),
-        largest(has_gap, gap_end),
+    return _reduced(
+        (jnp.minimum, most, jnp.where(sees, begin, most)),
+        (jnp.maximum, 0, jnp.where(sees, end, 0)),
+        (jnp.maximum, 0, jnp.where(is_row, begin, 0)),
+        (jnp.minimum, most, jnp.where(is_row, end, most)),
+        (jnp.minimum, most, jnp.where(has_gap, gap_begin, most)),
+        (jnp.maximum, 0, jnp.where(has_gap, gap_end, 0)),
         # A row that sees keys and has no gap leaves no hole.
-        largest(sees, jnp.where(has_gap, gap_begin, most)),
-        least(sees, jnp.where(has_gap, gap_end, 0)),
+        (jnp.maximum, 0, jnp.where(sees, jnp.where(has_gap, gap_begin, most), 0)),
+        (jnp.minimum, most, jnp.where(sees, jnp.where(has_gap, gap_end, 0), most)),
     )
-    return jnp.stack(found, axis=1)
+
+
+def _reduced(*kinds: tuple[Callable[..., Any], Any, jax.Array]) -> list[jax.Array]:
+    """Reduces the second axis of arrays by one kernel; takes (operation, neutral number, array)."""
+    operations, neutral, arrays = zip(*kinds, strict=True)
+
+    def combine(*numbers: Any) -> tuple[Any, ...]:
+        return tuple(f(x, y) for f, x, y in zip(operations, *numbers, strict=True))
+
+    return list(lax.reduce(arrays, tuple(map(jnp.int32, neutral)), combine, (1,)))
+
+
+class _Blocks(NamedTuple):
+    """Blocks of each tile, [tiles, blocks] bool, and tiles' first rows or keys, [tiles] int32."""
+
+    origin: jax.Array
+    is_seen: jax.Array
+    is_whole: jax.Array  # seen blocks that need no mask
+    is_after: jax.Array  # blocks that are not whole, behind a whole one
 
 
 def _seen_keys(
     works: Works, offsets: Offsets, groups: jax.Array, settings: WorkSettings
-) -> tuple[jax.Array, jax.Array]:
-    """Says which blocks of its keys each tile of queries sees, [tiles, blocks], and which whole."""
-    tiles, size = works.queries.tiles, settings.query_block
+) -> _Blocks:
+    """Says which blocks of its keys each tile of queries sees."""
+    origin, size = works.queries.tiles[:, STATISTICS_ROW], settings.query_block
     longest = offsets.kv_rows if offsets.max_seqlen_kv is None else offsets.max_seqlen_kv
-    key = jnp.arange(-(-longest // size), dtype=jnp.int32)[None] * size
-    number = lax.div(tiles[:, STATISTICS_ROW], jnp.int32(WGMMA_M))
 
-    def of_consumer(consumer: int) -> tuple[Any, ...]:
-        found = groups.at[number + consumer].get(mode="clip")
+    def of_consumer(consumer: int, number: jax.Array) -> tuple[Any, ...]:
+        found = groups.at[lax.div(origin, jnp.int32(WGMMA_M)) + consumer].get(mode="clip")
+        key = number * size
         return lambda i: (found[:, i, None], found[:, i + 1, None]), key, key + size
 
-    return _compare(tiles, of_consumer)
+    return _compare(works.queries, origin, -(-longest // size), of_consumer, lambda _: True)
 
 
 def _compare(
-    tiles: jax.Array, of_consumer: Callable[[int], tuple[Any, ...]]
-) -> tuple[jax.Array, jax.Array]:
+    work: Work,
+    origin: jax.Array,
+    size: int,
+    of_consumer: Callable[[int, jax.Array], tuple[Any, ...]],
+    is_own: Callable[[jax.Array], Any],
+) -> _Blocks:
     """Says whether a row of each tile sees a block, and whether none needs a mask, as producers do.
 
-    `of_consumer` takes a consumer's number, and returns what `_is_cut` takes.
+    `of_consumer` takes a consumer's number and blocks' numbers [1, `size`], and returns what
+    `_is_cut` takes; `is_own` says which of these blocks may be a tile's.
     """
+    number = jnp.arange(size, dtype=jnp.int32)[None]
     is_seen, is_whole = jnp.bool_(False), jnp.bool_(True)
     for consumer in range(NUM_CONSUMERS):
-        compared, has_rows = of_consumer(consumer), tiles[:, 2:3] > consumer * WGMMA_M
+        compared = of_consumer(consumer, number)
+        has_rows = work.tiles[:, 2:3] > consumer * WGMMA_M
         is_cut, has_gap = _is_cut(*compared)
         is_seen |= has_rows & ~_sees_none(*compared)
         is_whole &= ~(has_rows & (is_cut | has_gap))
-    return is_seen & (tiles[:, BLOCK_COUNT, None] > 0), is_whole
+    is_seen &= _is_below(work, 0) & is_own(number)
+    is_whole &= is_seen
+    is_after = ~is_whole & jnp.pad(is_whole[:, :-1], ((0, 0), (1, 0)))
+    return _Blocks(origin, is_seen, is_whole, is_after)
 
 
-def _seen_queries(
-    works: Works, offsets: Offsets, groups: jax.Array, parts: int
-) -> tuple[Any, jax.Array, jax.Array]:
-    """Says which blocks of queries a tile of keys sees, and sees whole; adds tiles' first keys."""
+def _is_below(work: Work, which: int) -> jax.Array:
+    """Says which entries [entries, 1] come before one of the two counts.
+
+    Tiles with blocks come first; entries past the last tile are as memory was.
+    """
+    return jnp.arange(work.tiles.shape[0], dtype=jnp.int32)[:, None] < work.counts[which]
+
+
+def _seen_queries(works: Works, offsets: Offsets, groups: list[jax.Array], parts: int) -> _Blocks:
+    """Says which blocks of queries each tile of keys sees."""
     keys, blocks = works.keys, works.blocks
     assert blocks is not None
+    first_row = keys.tiles[:, 1]
+    if offsets.q_to_kv is None:
+        sequence = keys.tiles[:, 3]
+        key = first_row - works.queries.ranges.at[sequence, 0].get(mode="clip")
+        _, _, rows, row = jnp.moveaxis(keys.ranges.at[sequence].get(mode="clip"), 1, 0)
+        begin = lax.div(row, jnp.int32(WGMMA_M))[:, None]
+        end = lax.div(row + rows + (WGMMA_M - 1), jnp.int32(WGMMA_M))[:, None]
+
+        def is_own(number: jax.Array) -> jax.Array:
+            return (number >= begin) & (number < end)
+
+    else:
+        key, kv, kv_of = _shared_keys(first_row, blocks, offsets, parts)
+
+        def is_own(number: jax.Array) -> jax.Array:
+            return kv[:, None] == kv_of.at[number].get(mode="clip")
+
+    first, last = key[:, None], key[:, None] + keys.tiles[:, 2:3]
+
+    def of_consumer(consumer: int, number: jax.Array) -> tuple[Any, ...]:
+        def words(i: int) -> list[jax.Array]:
+            return [x.at[number].get(mode="clip") for x in groups[i : i + 2]]
+
+        key = first + consumer * WGMMA_M
+        return words, key, jnp.minimum(key + WGMMA_M, last)
+
+    # [tiles, blocks], which XLA fuses with the sums: 512 x 1,024 for 65,536 rows.
+    return _compare(keys, key, len(blocks), of_consumer, is_own)
+
+
+def _shared_keys(
+    first_row: jax.Array, blocks: jax.Array, offsets: Offsets, parts: int
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Returns tiles' first keys, their sequences of keys, and those of blocks of queries."""
     starts, _ = jagged.bounds(offsets.cu_seqlens_kv, offsets.kv_rows, offsets.max_seqlen_kv)
-    first_row, rows = keys.tiles[:, 1], jnp.int32(offsets.kv_rows)
+    rows = jnp.int32(offsets.kv_rows)
     kv = jnp.maximum(jagged.search_right(starts, lax.rem(first_row, rows)) - 1, 0)
-    key = lax.rem(first_row, rows) - starts[kv]
+    key = lax.rem(first_row, rows) - starts.at[kv].get(mode="clip")
     if offsets.cu_seqlens_q is None:
         sequence = lax.div(blocks[:, 0], jnp.int32(offsets.q_rows))
     else:
         q_starts, _ = jagged.bounds(offsets.cu_seqlens_q, offsets.q_rows, None)
         sequence = jnp.maximum(jagged.search_right(q_starts, blocks[:, 0]) - 1, 0)
-    kv_of = sequence
-    if offsets.q_to_kv is not None:
-        kv_of = offsets.q_to_kv.at[sequence].get(mode="clip")
-        kv_of = (
-            jnp.clip(kv_of, 0, starts.size - 1) + lax.rem(sequence, jnp.int32(parts)) * starts.size
-        )
-        kv = kv + lax.div(first_row, rows) * starts.size
-    # [tiles, blocks], which XLA fuses with the sums: 512 x 1,024 for 65,536 rows.
-    first, end = key[:, None], key[:, None] + keys.tiles[:, 2:3]
-
-    def of_consumer(consumer: int) -> tuple[Any, ...]:
-        begin = first + consumer * WGMMA_M
-        end_of_keys = jnp.minimum(begin + WGMMA_M, end)
-        return lambda i: (groups[None, :, i], groups[None, :, i + 1]), begin, end_of_keys
-
-    is_seen, is_whole = _compare(keys.tiles, of_consumer)
-    keys = keys._replace(tiles=keys.tiles.at[:, STATISTICS_ROW].set(key))
-    return keys, is_seen & (kv[:, None] == kv_of[None]), is_whole
+    assert offsets.q_to_kv is not None
+    kv_of = jnp.clip(offsets.q_to_kv.at[sequence].get(mode="clip"), 0, starts.size - 1)
+    kv_of += lax.rem(sequence, jnp.int32(parts)) * starts.size
+    return key, kv + lax.div(first_row, rows) * starts.size, kv_of
 
 
 def _with_blocks(
-    work: Any, is_seen: jax.Array, is_whole: jax.Array, group_rows: int, heads: int = 1
-) -> tuple[Any, jax.Array]:
+    work: Work, blocks: _Blocks, group_rows: int, heads: int = 1
+) -> tuple[Work, jax.Array]:
     """Gives tiles the blocks that they see, of all heads; returns numbers by which to sort them."""
-    size, of_group = is_seen.shape
+    of_group = blocks.is_seen.shape[1]
     number = jnp.arange(of_group, dtype=jnp.int32)[None]
-    is_whole &= is_seen
-    count = jnp.sum(is_seen, axis=1, dtype=jnp.int32)
-    begin = jnp.min(jnp.where(is_seen, number, of_group), axis=1)
-    whole = jnp.min(jnp.where(is_whole, number, of_group), axis=1)
-    after = jnp.where(~is_whole & (number >= whole[:, None]), number, of_group)
-    words = jnp.stack([begin, whole, jnp.min(after, axis=1)], axis=1)
-    tiles = jnp.concatenate((work.tiles[:, :BEGIN_BLOCK], words), axis=1)
-    tiles = tiles.at[:, BLOCK_COUNT].set(count * heads)
+    # The first run of whole blocks ends at the first block behind a whole one.
+    count, *words = _reduced(
+        (jnp.add, 0, blocks.is_seen.astype(jnp.int32)),
+        *((jnp.minimum, of_group, jnp.where(x, number, of_group)) for x in blocks[1:]),
+    )
+    columns = jnp.stack([count * heads, blocks.origin, *words], axis=1)
+    tiles = jnp.concatenate((work.tiles[:, :BLOCK_COUNT], columns), axis=1)
     # A range's row of the second operand: of queries in the result, which may be broadcast.
     first = work.ranges.at[work.tiles[:, 3], 1].get(mode="clip")
     order = lax.div(first, jnp.int32(group_rows)) * (of_group + 1) + (of_group - count)
-    is_tile = jnp.arange(size, dtype=jnp.int32) < work.counts[1]
-    return work._replace(tiles=tiles), jnp.where(is_tile, order, 2**30 - 1)
+    return work._replace(tiles=tiles), jnp.where(_is_below(work, 1)[:, 0], order, 2**30 - 1)
 
 
 # The producer

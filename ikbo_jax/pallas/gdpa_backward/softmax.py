@@ -17,7 +17,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ikbo_jax.pallas.activations.cap import capped, through_cap
 from ikbo_jax.pallas.gdpa_backward.context import BackwardContext
-from ikbo_jax.pallas.hopper import stores
+from ikbo_jax.pallas.hopper import row_products, stores
 from ikbo_jax.pallas.hopper.visible import Visible
 from ikbo_jax.problems.hopper import TILE_ROWS, WGMMA_M
 from ikbo_jax.reference.attention import weight_exponents
@@ -112,9 +112,8 @@ def statistics_of(
       copies begin at whole 64 bytes (`attention_backward.rows.with_statistics` says why). Rows of
       no query have an infinite lse, hence weights 0, and a delta of 0.
     """
-    delta = jnp.sum(d_out.astype(jnp.float32) * out.astype(jnp.float32), axis=-1)
     # With an output_scale of 0 all gradients are 0, for every delta.
-    delta = delta * jnp.float32(1 / output_scale if output_scale else 0)
+    delta = row_products.sums(d_out, out) * jnp.float32(1 / output_scale if output_scale else 0)
     delta = jnp.where(lse == -jnp.inf, 0.0, delta)
     both = jnp.stack((weight_exponents(lse), delta))
     position = jnp.arange(block, dtype=jnp.int32)[None]

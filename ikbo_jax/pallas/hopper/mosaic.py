@@ -26,7 +26,6 @@ SWIZZLE = 128
 #: Context in which kernels run on a CPU, with the value `plgpu.InterpretGPUParams`; kernels with
 #: named barriers need its `inline_mgpu="_hack_model_inline_mgpu_tokamax"`. False: for the device.
 interpreted = jax.make_user_context(False)
-_SCALAR = plgpu.ShapeDtypeStruct((), jnp.int32, layout=plgpu.Layout.WG_SPLAT(()))
 
 
 def is_interpreted() -> bool:
@@ -210,7 +209,7 @@ def opaque(value: Any) -> Any:
     if is_interpreted():
         return value
 
-    @inline.code(value, returns=_SCALAR)
+    @inline.code(value, returns=inline.INTEGER)
     def hidden(value: Integer) -> Integer:
         return inline.issue_word("mov.u32 $0, $1;", value)
 
@@ -225,7 +224,7 @@ def warpgroup_index() -> Any:
     if is_interpreted():
         return lax.axis_index("warpgroup")
 
-    @inline.code(returns=_SCALAR)
+    @inline.code(returns=inline.INTEGER)
     def index() -> Integer:
         return inline.issue_word(
             "{ .reg .u32 thread; mov.u32 thread, %tid.x; shr.u32 thread, thread, 7; "
@@ -249,7 +248,7 @@ def next_ticket(counter: Any, i: Any) -> Any:
     if is_interpreted():
         return i
 
-    @inline.code(counter, returns=_SCALAR)
+    @inline.code(counter, returns=inline.INTEGER)
     def ticket(counter: ir.Value) -> Integer:
         return inline.issue_word(
             "{ .reg .pred p; .reg .u32 lane; mov.u32 lane, %laneid; setp.eq.u32 p, lane, 0; "

@@ -21,13 +21,12 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, vector
 
 from ikbo_jax.pallas.hopper import inline, mosaic, warps
-from ikbo_jax.pallas.hopper.inline import Integer
+from ikbo_jax.pallas.hopper.inline import INTEGER, Integer
 from ikbo_jax.pallas.hopper.warps import LANES, LEAST, ballot
 from ikbo_jax.problems.hopper import WARPGROUP_SIZE
 
 LAYOUT = plgpu.Layout.WG_STRIDED((WARPGROUP_SIZE,), vec_size=1)
 INT32 = plgpu.ShapeDtypeStruct((WARPGROUP_SIZE,), jnp.int32, layout=LAYOUT)
-INTEGER = plgpu.ShapeDtypeStruct((), jnp.int32, layout=plgpu.Layout.WG_SPLAT(()))
 FLOAT32 = plgpu.ShapeDtypeStruct((WARPGROUP_SIZE,), jnp.float32, layout=LAYOUT)
 #: Warps of a warpgroup.
 WARPS = 4

@@ -82,15 +82,18 @@ class Visible(NamedTuple):
 
 def ranges_and_gaps(intervals: jax.Array) -> jax.Array:
     """Converts two intervals [..., 4] to a range and its gap; (0, 0) where one is empty."""
-    begin, end = intervals[..., ::2], intervals[..., 1::2]
-    is_empty = begin >= end
-    end = jnp.where(is_empty, 0, end)
-    last = jnp.max(end, axis=-1)
-    first = jnp.min(jnp.where(is_empty, last[..., None], begin), axis=-1)
+    begins, ends = ([intervals[..., i + x] for i in (0, 2)] for x in (0, 1))
+    # Without reductions over the two, which XLA would not fuse.
+    is_empty = [begin >= end for begin, end in zip(begins, ends, strict=True)]
+    ends = [jnp.where(empty, 0, end) for empty, end in zip(is_empty, ends, strict=True)]
+    last = jnp.maximum(*ends)
+    first = jnp.minimum(*(jnp.where(x, last, y) for x, y in zip(is_empty, begins, strict=True)))
     # The gap is between the end of the interval that begins first, and the begin of the other one.
-    is_first = begin[..., 0] <= begin[..., 1]
-    gap_begin = jnp.where(is_first, end[..., 0], end[..., 1])
-    gap_end = jnp.where(is_first, begin[..., 1], begin[..., 0])
-    has_gap = ~jnp.any(is_empty, axis=-1) & (gap_begin < gap_end)
+    is_first = begins[0] <= begins[1]
+    gap_begin, gap_end = (
+        jnp.where(is_first, ends[0], ends[1]),
+        jnp.where(is_first, begins[1], begins[0]),
+    )
+    has_gap = ~(is_empty[0] | is_empty[1]) & (gap_begin < gap_end)
     gap = (jnp.where(has_gap, x, 0) for x in (gap_begin, gap_end))
     return jnp.stack((first, last, *gap), axis=-1)

@@ -5,14 +5,11 @@ from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 
 from ikbo_jax.pallas.hopper import inline, mosaic
-from ikbo_jax.pallas.hopper.inline import Integer
+from ikbo_jax.pallas.hopper.inline import INTEGER, Integer
 from ikbo_jax.pallas.hopper.warps import LANES, ballot, lane, load, lowest_bit
-
-INTEGER = plgpu.ShapeDtypeStruct((), jnp.int32, layout=plgpu.Layout.WG_SPLAT(()))
 
 
 def count_at_most(

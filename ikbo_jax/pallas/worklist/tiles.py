@@ -1,8 +1,8 @@
 """Lists tiles of jagged queries by one small Mosaic GPU kernel.
 
 `by_xla` describes the list, for which XLA takes 6 to 24 kernels of 2 us each. Here CTAs of 512
-threads list the tiles of 128 segments each (`segments`). Every CTA does the steps 1 to 4 for all
-segments, which takes less time than a second launch:
+threads list the tiles of 32 to 256 segments each (`segments`). Every CTA does the steps 1 to 4 for
+all segments, which takes less time than a second launch:
 
   1. It copies offsets and index to shared memory.
   2. It makes offsets rise: a thread takes the maximum of consecutive offsets, the threads exchange
