@@ -9,6 +9,7 @@ activation of `ikbo_jax.gdpa`, the op looks the user's keys up.
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 import math
 from typing import Any, NamedTuple
@@ -82,7 +83,8 @@ class PointwiseCall(Call):
         functions = self.ctx.scope.once(
             ("functions",), (self.scores,), lambda: BlockFunctions(self.scores)
         )
-        found = []
+        # A number that was put in before the function hides a key only if the function of it is 0.
+        unmasked, found = dataclasses.replace(self.root, fills=()), []
         for key in self.keys:
             function = functions.of_block(
                 self.ctx, functools.partial(self._cut_by_labels, query, key)
@@ -91,7 +93,7 @@ class PointwiseCall(Call):
                 continue
             call = copy.copy(self)
             try:
-                root = functools.reduce(self._hidden, function.masks, self.root)
+                root = functools.reduce(self._hidden, function.masks, unmasked)
                 call.root = root
                 live = call._trimmed(query, key)
             except NotCovered:
