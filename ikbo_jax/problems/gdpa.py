@@ -38,7 +38,7 @@ MASK_WORDS, SEEN_WORDS = 15, 2
 #: its products at 1,024 keys, and 2.1 times at 2,048 (SiLU, N = 4, H = 128, 65,536 rows, an H100).
 GROUP_BYTES = 2**24
 #: Bytes of keys and values up to which all masked tiles are one group: L2 holds them in any order.
-#: At 16 to 40 MiB, groups took 1.03 to 1.10 of the time, forward and for gradients (H200).
+#: At 16 to 40 MiB, groups took 0.98 to 1.15 of the time, forward and for gradients (H200).
 GROUPED_BYTES = 40 * 2**20
 #: Most groups: numbers by which tiles are sorted have 30 bits.
 MOST_GROUPS = 256
@@ -257,7 +257,7 @@ class GdpaProblem(GdpaSizes):
     def _masked_configs(self) -> Iterator[GdpaConfig]:
         """Yields the legal configurations of the kernel with masks, the most promising first.
 
-        CTAs take tiles by a counter: 0.63 to 1.05 of the time of fixed shares. A softmax has early
+        CTAs take tiles by a counter: 0.63 to 1.07 of the time of fixed shares. A softmax has early
         turns. With a window, the second consumer skips most keys of contextual tokens' tiles, whose
         first rows alone see them: at the width that was timed.
         """
