@@ -296,13 +296,12 @@ def _chosen(ctx: Context, scores: Scores, pairs: np.ndarray, kept: np.ndarray | 
     for m, n in different:
         blocks[m, n] = _block(ctx, scores, rows[m], columns[n])
     whole, places = _joined(blocks, rows, columns)
-    flat = []
-    for (row, column), (m, n) in zip(pairs.tolist(), groups, strict=True):
-        start, width = places.get((m, n), (0, columns[n].shape[1]))
-        flat.append(start + int(row_at[row]) * width + int(column_at[column]))
+    found = [places[x] if x in places else (0, columns[x[1]].shape[1]) for x in groups]
+    starts, widths = np.array(found, np.int64).reshape(-1, 2).T
+    flat = starts + row_at[pairs[:, 0]] * widths + column_at[pairs[:, 1]]
     kinds = ["plain" if key in places else key for key in groups]
     kinds = [x if key in different else "zero" for x, key in zip(kinds, groups, strict=True)]
-    runs = [list(run) for _, run in itertools.groupby(range(len(kinds)), lambda n: kinds[n])]
+    runs = [list(run) for _, run in itertools.groupby(range(len(kinds)), kinds.__getitem__)]
     if len(runs) > _MOST_RUNS:
         raise NotCovered("products of fields of user and candidate in turns")
     parts = []
@@ -312,7 +311,7 @@ def _chosen(ctx: Context, scores: Scores, pairs: np.ndarray, kept: np.ndarray | 
             parts.append(lazy(zeros, (scores.shape[0], len(run)), None, -1, frozenset()))
             continue
         block = whole if kinds[run[0]] == "plain" else blocks[groups[run[0]]]
-        part = _columns(block, [flat[n] for n in run])
+        part = _columns(block, flat[run].tolist())
         parts.append(part if kept[run].all() else _with_zeros(part, kept[run]))
     return parts[0] if len(parts) == 1 else concat(parts, 1)
 
