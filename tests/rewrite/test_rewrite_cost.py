@@ -262,6 +262,24 @@ def transformer_layer(x, weights):
     return normalised(x + jax.nn.relu(x @ weights[4]) @ weights[5])
 
 
+@pytest.mark.parametrize(
+    "score",
+    [
+        lambda rows, cands, w: rows() @ w + jnp.tanh(rows()) * cands,
+        lambda rows, cands, w: jnp.tanh(rows()) @ w + jnp.sin(rows() * cands) @ w,
+        lambda rows, cands, w: (rows() @ w) * (rows() @ jnp.sin(w)) + cands,
+    ],
+)
+def test_equal_lookups_are_one(score) -> None:
+    """XLA merges lookups of the same rows, with what makes their positions, and writes the rows."""
+
+    def fn(users, cands, index, w):
+        return score(lambda: users[index], cands, w)
+
+    args = jnp.ones((8, 64)), jnp.ones((512, 64)), jnp.zeros(512, jnp.int32), jnp.ones((64, 64))
+    check_bytes_are_xlas(fn, args, 0.01)
+
+
 def test_copies_for_products_and_shared_numbers_count() -> None:
     """As in TransAct: XLA transposes operands of its products, and writes the zeros of its relu."""
 

@@ -1,7 +1,7 @@
 """The operations of a traced program as XLA's simplifications for a CPU leave them.
 
-Calls are inlined, transposes that cancel are removed, a reduction of a concatenation reduces its
-parts, and equal numbers are broadcast once.
+Calls are inlined, transposes that cancel are removed, equal lookups are merged, a reduction of a
+concatenation reduces its parts, and equal numbers are broadcast once.
 """
 
 import math
@@ -25,6 +25,8 @@ from ikbo_jax.rewrite.values.jaxprs import inner_programs
 #: Calls that XLA inlines, also those that it may divide over devices.
 _INLINED = INLINED | {"custom_partitioning", "ikbo_divided"}
 _VIEWS = SAME - {"convert_element_type"}
+#: Lookups and what makes their positions; equal ones of equal operands are one operation.
+_MERGED = frozenset(["add", "broadcast_in_dim", "clamp", "gather", "lt", "select_n"])
 #: Operations that the library computes, in these dtypes, and the elements from which on it does.
 _POINTWISE = frozenset(
     """
@@ -74,6 +76,8 @@ class Operations:
         self.useful_flops: Any = 0
         # Broadcasts of numbers, by number and shape.
         self._scalars: dict[Any, int] = {}
+        # The equations of `_MERGED` by operands, with their results.
+        self._equal: dict[Any, tuple[core.JaxprEqn, list[int]]] = {}
         # Concatenations in the shape of a matrix, by their numbers.
         self._matrices: dict[int, int] = {}
         self.results = self._flatten(program, {}, counts=True)
@@ -121,8 +125,18 @@ class Operations:
                     continue
                 if maker and name != "transpose" and _is_of_parts(maker.eqn, eqn):
                     operands = maker.operands
+            if name in _MERGED:
+                fixed = [
+                    (d, complex(v.val)) for d, v in enumerate(eqn.invars) if type(v) is literal
+                ]
+                key = (name, *operands, *fixed)
+                if key in self._equal and self._equal[key][0].params == params:
+                    numbers[eqn.outvars[0]] = self._equal[key][1][0]
+                    continue
             results = [self._number(v) for v in eqn.outvars]
             numbers.update(zip(eqn.outvars, results, strict=True))
+            if name in _MERGED:
+                self._equal[key] = eqn, results
             kind = self._kind(eqn, name)
             if kind == "pointwise" and len(operands) < len(eqn.invars):
                 operands += self._broadcast_numbers(eqn)
