@@ -236,6 +236,8 @@ RECOGNISED = [
     case(mask="only_own"),
     case("bfloat16", mask="tril", softmax="f32"),
     case(mask="none"),
+    # Without a maximum, the exponentials of a row without kept keys are 0, and its weights NaN.
+    case(mask="own_may_be_hidden", softmax="without_max", fill="-1e9", sequence="last"),
     *(
         case(dtype, mask=mask, sequence="candidate", fill=fill, put_in=how)
         for mask in ("own_may_be_hidden", "valid_and_strict")

@@ -256,8 +256,9 @@ class Call(BlockMasks):
         fill, count = self.root.fills[0], self.keys[-1].stop
         if any((x.value, x.added) != (fill.value, fill.added) for x in self.root.fills):
             raise NotCovered("attention is not recognised: masks with several numbers")
-        is_nan = fill.value == -math.inf
-        if fill.added is not None and is_nan:
+        # Without a maximum that is subtracted, exponentials of these numbers are 0.
+        is_nan = fill.value == -math.inf or not self.scores.shifted
+        if fill.added is not None and fill.value == -math.inf:
             raise NotCovered("attention is not recognised: a row may be NaN by an added mask")
         if fill.added is not None or self.ctx.programs.unread and not is_nan:
             # Such logits have a gradient; or the equal weights would read rows that differ.
