@@ -134,7 +134,7 @@ def _order(numbers: jax.Array) -> jax.Array:
 
 
 def _groups(rows: jax.Array, is_row: jax.Array) -> list[jax.Array]:
-    """Computes the words of groups from rows [2, groups, 64, 2], some of which do not exist."""
+    """Computes the words of groups from their rows [2, groups, 64, 2]; `is_row`: which exist."""
     most = jnp.int32(jnp.iinfo(jnp.int32).max)
     begin, end, gap_begin, gap_end = (rows[i, ..., j] for i in range(2) for j in range(2))
     is_row = is_row[: len(begin)]
@@ -258,7 +258,7 @@ def _seen_queries(works: Works, offsets: Offsets, groups: list[jax.Array], parts
 def _shared_keys(
     first_row: jax.Array, blocks: jax.Array, offsets: Offsets, parts: int
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns tiles' first keys, their sequences of keys, and those of blocks of queries."""
+    """Returns each tile's first key and key sequence, and each block of queries' key sequence."""
     starts, _ = jagged.bounds(offsets.cu_seqlens_kv, offsets.kv_rows, offsets.max_seqlen_kv)
     rows = jnp.int32(offsets.kv_rows)
     kv = jnp.maximum(jagged.search_right(starts, lax.rem(first_row, rows)) - 1, 0)
