@@ -63,7 +63,7 @@ def test_models_of_the_examples(name, monkeypatch):
             assert_same_up_to_rounding(computed(of(fn), *args), original, 5e-5)
     report = report_of(program.scores, *args)
     assert report.flops_saved >= SAVED.get(name, 0) * report.costs.original.flops, report
-    assert report.changed == (name not in ("dlrm_dcnv2", "fibinet")), report
+    assert report.changed == (name != "fibinet"), report
 
 
 def test_the_example_prints_its_reports(capsys):
