@@ -64,7 +64,7 @@ NO_KEYS_AT_ALL = [
     "jnp.where((m & False).any(), mix(softmax(jnp.where((m & False)[i][:, None, None], L(q),"
     " -inf))), 0)",
 ]
-#: Beside the grammar's masks, and those of `test_lengths`, these of numbers of the user.
+#: Further masks by a number of each user, which neither the grammar nor `test_lengths` has.
 OF_LENGTHS = (
     "at + 1 <= N",
     "at - 1 < N",

@@ -116,9 +116,9 @@ def tiles_of(shape: Shape, rows: jax.Array) -> jax.Array:
 
 
 def _add(ctx: SegmentContext, bins: Bins) -> tuple[jax.Array, jax.Array]:
-    """Adds the tiles of all segments to the bins, and stores those of the CTA's segments.
+    """Adds each segment's tiles to its bin; stores bin and tiles of the CTA's own segments.
 
-    Returns tiles of second parts, of CTAs before and of all.
+    Returns the numbers of tiles of second parts: of the CTAs before, and of all CTAs.
     """
     shape, shared, threads = ctx.shape, ctx.shared, ctx.threads
     own = shared.own_bins.shape[0]
