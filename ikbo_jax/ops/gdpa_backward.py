@@ -9,7 +9,7 @@ from ikbo_jax.ops import dispatch
 from ikbo_jax.problems import GdpaBackwardProblem, GdpaBackwardTuning, GdpaProblem
 from ikbo_jax.problems import gdpa_backward as configs
 from ikbo_jax.problems.gdpa import group_rows
-from ikbo_jax.problems.hopper import BLOCK_K, TILE_ROWS, WGMMA_M
+from ikbo_jax.problems.hopper import TILE_ROWS, WGMMA_M
 from ikbo_jax.reference import jagged
 from ikbo_jax.reference.activations import SOFTMAX, one_by_one
 from ikbo_jax.reference.gdpa import Arrays, Settings, num_sequences
@@ -138,7 +138,7 @@ def _stored_rows(arrays: Arrays, settings: Settings) -> int:
     is_alone = arrays.q_to_kv is None and not settings.broadcast_q and len(names) == 1
     # A capped softmax spills 16 bytes at H = 128, gelu_tanh 8.
     spills = settings.logit_cap is not None or (names == {"gelu_tanh"} and settings.approx is None)
-    if not is_alone or spills or head_dim <= BLOCK_K:
+    if not is_alone or spills or head_dim < configs.LEAST_STORED_WIDTH:
         return 0
     longest_q = rows if settings.max_seqlen_q is None else min(settings.max_seqlen_q, rows)
     longest = kv_rows if settings.max_seqlen_kv is None else min(settings.max_seqlen_kv, kv_rows)

@@ -41,6 +41,8 @@ MAX_STORED_BYTES = 17 * 2**28
 #: ones and 487 without at 512 keys (silu), 796 and 853 at 1,024, 1427 and 1591 at 2,048; with a
 #: softmax 791 and 769 at 1,024, and 1428 and 1496 at 2,048.
 LEAST_STORED_KEYS = 1024, 2048
+#: Least head width at which gradients of scores are stored.
+LEAST_STORED_WIDTH = 96
 
 
 class Packing(NamedTuple):
@@ -108,6 +110,7 @@ class GdpaBackwardConfig:
             if softmax_results == 1:  # whether statistics were read
                 statistics_free = memory.Barriers(1, NUM_CONSUMERS)
         has_words = packed is None
+        second = NUM_CONSUMERS if reads_stored else blocks
         return memory.shared(
             stationary=memory.ring(
                 SLOTS,
@@ -117,8 +120,8 @@ class GdpaBackwardConfig:
             ),
             streamed=memory.ring(
                 self.stages,
-                ready=2 * blocks + 1 + ready[1],
-                tiles=(2, blocks, self.block, BLOCK_K),
+                ready=blocks + second + 1 + ready[1],
+                tiles=(2, max(blocks, second), self.block, BLOCK_K),
                 words=BLOCK_WORDS + MASK_WORDS * has_mask if has_words else None,
             ),
             staging=memory.Staging((NUM_CONSUMERS, 2, WGMMA_M, self.block)),

@@ -68,6 +68,9 @@ CASES = {
     "stored_grouped": Case(
         Shape((3, 200, 60), (3, 200, 60), 2, 1, 128, after=3), causal(), num_sms=3, stores=True
     ),
+    "stored_softmax_h64": Case(
+        Shape((3, 200), (3, 200), 2, 2, 64), causal(), "softmax", num_sms=2, stores=True
+    ),
     # The first consumer skips the second tile's last block, in which the other one needs its mask;
     # with two stages, the skipped block's stage must be free for the end of the tile.
     "causal": Case(Shape((150, 20), (150, 20), 1, 1, 64), causal()),
@@ -121,5 +124,6 @@ def test_interpreted_masked_gradients_are_right_and_free_of_races(name, launches
     case = CASES[name]
     if case.stores:
         monkeypatch.setattr(configs, "LEAST_STORED_KEYS", (0, 0))
+        monkeypatch.setattr(configs, "LEAST_STORED_WIDTH", 64)
     check(case)
     launches.assert_no_races(2)
