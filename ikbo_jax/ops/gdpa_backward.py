@@ -9,7 +9,7 @@ from ikbo_jax.ops import dispatch
 from ikbo_jax.problems import GdpaBackwardProblem, GdpaBackwardTuning, GdpaProblem
 from ikbo_jax.problems import gdpa_backward as configs
 from ikbo_jax.problems.gdpa import group_rows
-from ikbo_jax.problems.hopper import TILE_ROWS, WGMMA_M
+from ikbo_jax.problems.hopper import BLOCK_K, TILE_ROWS, WGMMA_M
 from ikbo_jax.reference import jagged
 from ikbo_jax.reference.activations import SOFTMAX, one_by_one
 from ikbo_jax.reference.gdpa import Arrays, Settings, num_sequences
@@ -138,22 +138,25 @@ def _stored_rows(arrays: Arrays, settings: Settings) -> int:
     is_alone = arrays.q_to_kv is None and not settings.broadcast_q and len(names) == 1
     # A capped softmax spills 16 bytes at H = 128, gelu_tanh 8.
     spills = settings.logit_cap is not None or (names == {"gelu_tanh"} and settings.approx is None)
-    if not is_alone or spills or head_dim < configs.LEAST_STORED_WIDTH:
+    if not is_alone or spills:
         return 0
     longest_q = rows if settings.max_seqlen_q is None else min(settings.max_seqlen_q, rows)
     longest = kv_rows if settings.max_seqlen_kv is None else min(settings.max_seqlen_kv, kv_rows)
     keys, tiles = min(longest, -(-kv_rows // sequences)), kv_rows // TILE_ROWS + sequences
     blocks = -(-longest_q // WGMMA_M)
-    if rule is not None and rule.causal:
+    if rule is None or rule.causal:
         keys //= 2
-        if rule.contextual == 0 and rule.target_group_size == 1:
-            # The n tiles of a sequence see at most 2 n + 1, 2 n - 1, ... blocks of queries.
-            blocks = min(blocks, -(-longest // TILE_ROWS) + 2)
-    if rule is not None and rule.window is not None:
-        keys = min(keys, rule.window)
+    if rule is not None and rule.causal and rule.contextual == 0 and rule.target_group_size == 1:
+        # The n tiles of a sequence see at most 2 n + 1, 2 n - 1, ... blocks of queries.
+        blocks = min(blocks, -(-longest // TILE_ROWS) + 2)
+    if rule is not None and rule.window is not None:  # narrow ones were not timed
+        keys = min(keys, rule.window // 8)
     stored = tiles * blocks * heads * TILE_ROWS
-    is_large = stored * WGMMA_M * 2 > configs.MAX_STORED_BYTES
-    return 0 if is_large or keys < configs.LEAST_STORED_KEYS[SOFTMAX in names] else stored
+    num_bytes, kind = stored * WGMMA_M * 2, SOFTMAX in names
+    is_few = keys < configs.LEAST_STORED_KEYS[kind]
+    if head_dim <= BLOCK_K:
+        is_few |= num_bytes < configs.LEAST_STORED_BYTES[kind]
+    return 0 if is_few or num_bytes > configs.MAX_STORED_BYTES else stored
 
 
 def _d_key_value(

@@ -124,6 +124,6 @@ def test_interpreted_masked_gradients_are_right_and_free_of_races(name, launches
     case = CASES[name]
     if case.stores:
         monkeypatch.setattr(configs, "LEAST_STORED_KEYS", (0, 0))
-        monkeypatch.setattr(configs, "LEAST_STORED_WIDTH", 64)
+        monkeypatch.setattr(configs, "LEAST_STORED_BYTES", (0, 0))
     check(case)
     launches.assert_no_races(2)

@@ -87,10 +87,10 @@ def _issue_values(
     )
 
 
-def _place(ctx: GdpaContext, index: Any, block: Any) -> tuple[Any, ...]:
-    """Returns the numbers of item and block, and where the block is masked; () without a mask."""
+def _place(ctx: GdpaContext, index: Any, block: Any) -> Any:
+    """Returns the numbers of item and block, and where the block is masked; None without a mask."""
     if not ctx.shape.has_mask:
-        return ()
+        return None
     return mosaic.opaque(index), block, gdpa_masked.find_cuts(ctx, index, block)
 
 
@@ -99,14 +99,14 @@ def _weights(
     scores: jax.Array,
     item: Item,
     step: Any,
-    place: tuple[Any, ...],
+    place: Any,
     before: gdpa_softmax.Statistics | None = None,
 ) -> Callable[[Any], _State]:
     """Computes weights from computed scores, and frees the block of keys.
 
-    `place`, of `_place`, is for a mask. `before` are the statistics of the blocks before. The returned function takes the accumulator without the block,
-    and rounds the weights; call it after the product with the previous weights, whose operands it
-    may not write.
+    `place` is from `_place`; `before` are the statistics of the blocks before. The returned
+    function takes the accumulator without the block, and rounds the weights; call it after the
+    product with the previous weights, whose operands it may not write.
     """
     scores = mma.after_wait(scores)
     ctx.shared.key.release(step)

@@ -1,8 +1,8 @@
 """The softmax of the GDPA forward kernel with masks.
 
-A mask may hide the first block from some rows of a tile, so here the maximum runs. Sums stay
-relative to an earlier maximum until a row's maximum has grown by more than `MOST_GROWTH`, since a
-rescaled accumulator must be complete.
+A mask may hide the first block from some rows of a tile, so here the maximum runs. Weights of a
+block are relative to the maximum before it. Only if a sum of weights reaches `MOST_SUM`, a warp
+computes the block's own maximum, and its weights again, from scores that registers keep until then.
 """
 
 import functools
@@ -78,8 +78,8 @@ def weigh(
     def rescaled(acc: jax.Array, sums: jax.Array) -> tuple[jax.Array, jax.Array]:
         base = softmax.finite(extreme, scale)
         shrink = jnp.exp2((before.extreme - base) * jnp.float32(scale))
-        scaled = (x * lax.broadcast_in_dim(shrink, x.shape, (0,)) for x in (acc, sums))
-        return tuple(scaled)
+        by_acc, by_sums = (lax.broadcast_in_dim(shrink, x.shape, (0,)) for x in (acc, sums))
+        return acc * by_acc, sums * by_sums
 
     def finish(acc: Any) -> tuple[jax.Array, Any, Statistics]:
         acc = mma.after_wait(acc)
