@@ -37,14 +37,14 @@ BLOCKS, STAGES = (64, 96, 128, 80, 48, 32), (3, 4, 2, 6)
 MAX_STEPS = 4
 #: Most bytes of gradients of scores that are stored, as for attention.
 MAX_STORED_BYTES = 17 * 2**28
-#: Gradients of scores are stored if rows see so many keys in the mean, by head width above: of an
-#: activation, and of a softmax. On an H200 (65,536 rows, causal, N = 4, H = 128), stored or not: silu
-#: 465 and 507 us at 512 keys, 760 and 861 at 1,024; softmax with its forward pass 639 and 652 at 512,
-#: 1,021 and 1,067 at 1,024. Silu, lengths uniform up to 512: 192 and 203 at 128 keys.
+#: Gradients of scores are stored if rows see so many keys in the mean: of an activation, and of a
+#: softmax. On an H200 (65,536 rows, causal, N = 4, H = 128), stored or not, silu takes 465 or 507
+#: us at 512 keys, 760 or 861 at 1,024, and 192 or 203 with lengths up to 512 (128 keys); a softmax
+#: with its forward pass 639 or 652 at 512 keys, 1,021 or 1,067 at 1,024.
 LEAST_STORED_KEYS = 128, 512
-#: At H = 64, they are also stored only if they take so many bytes: silu takes 902 and 980 us for 45 x
-#: 1,426 rows of 8 heads (1 GB), but 257 and 253 for 52 x 1,250 of 2 heads (0.2 GB); a softmax 1,484
-#: and 1,472 at 14 x 4,493, 891 and 878 at 84 x 778.
+#: At H = 64, they are also stored only if they take so many bytes: silu takes 902 or 980 us for 45
+#: x 1,426 rows of 8 heads (1 GB), but 257 or 253 for 52 x 1,250 of 2 heads (0.2 GB); a softmax
+#: takes 1,484 or 1,472 at 14 x 4,493, 891 or 878 at 84 x 778.
 LEAST_STORED_BYTES = 2**29, math.inf
 
 

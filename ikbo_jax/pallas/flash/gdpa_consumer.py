@@ -114,7 +114,7 @@ def _weights(
         if ctx.shape.log2_scale is not None:
             softened = gdpa_softmax.weigh(ctx, place, scores, before)
             return lambda acc: _State(*softened(acc))
-        scores = gdpa_masked.keep_visible(ctx, *place, scores)
+        scores = gdpa_masked.keep_visible(ctx, place, scores)
     spec = ctx.shape.activation
     weights = gdpa_weights.compute_weights(spec, item.head, scores)
     dtype = ctx.outputs.out.dtype

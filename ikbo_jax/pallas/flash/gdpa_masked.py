@@ -100,10 +100,12 @@ def find_cuts(ctx: Any, item: Any, block: Any) -> tuple[Any, ...]:
     return is_cut, (block >= cut(2)) & (block < cut(3))
 
 
-def keep_visible(
-    ctx: Any, item: Any, block: Any, cuts: tuple[Any, ...], scores: jax.Array, fill: float = 0.0
-) -> jax.Array:
-    """Replaces a consumer's scores [64, block_kv] by `fill` where a row does not see the key."""
+def keep_visible(ctx: Any, place: Any, scores: jax.Array, fill: float = 0.0) -> jax.Array:
+    """Replaces a consumer's scores [64, block_kv] by `fill` where a row does not see the key.
+
+    `place` are the numbers of item and block, and the result of `find_cuts`.
+    """
+    item, block, cuts = place
 
     def selected(part: int, scores: jax.Array) -> jax.Array:
         begin, end = _rows_see(ctx, item, part)

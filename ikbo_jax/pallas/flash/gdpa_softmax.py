@@ -38,12 +38,7 @@ class Statistics(NamedTuple):
 Finish = Callable[[Any], tuple[jax.Array, Any, Statistics]]
 
 
-def weigh(
-    ctx: Any,
-    place: tuple[Any, Any, tuple[Any, ...]],
-    scores: jax.Array,
-    before: Statistics | None,
-) -> Finish:
+def weigh(ctx: Any, place: Any, scores: jax.Array, before: Statistics | None) -> Finish:
     """Computes weights of raw scores [64, block_kv]; None `before` an item's first block.
 
     Weights are relative to the maximum before the block; no maximum of the block is computed unless
@@ -51,7 +46,7 @@ def weigh(
     """
     scale, dtype = ctx.shape.log2_scale, ctx.outputs.out.dtype
     scores = capped(ctx.shape.activation.cap, scores)
-    scores = gdpa_masked.keep_visible(ctx, *place, scores, softmax.masked_score(scale))
+    scores = gdpa_masked.keep_visible(ctx, place, scores, softmax.masked_score(scale))
 
     def exact(extreme: jax.Array) -> tuple[jax.Array, ...]:
         weights = softmax.exact_exponentials(scores, softmax.finite(extreme, scale), scale)
