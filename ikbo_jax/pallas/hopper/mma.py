@@ -114,7 +114,9 @@ def _by_words(ptx: str, values: jax.Array, dtype: Any) -> jax.Array:
         registers = array.registers.copy()
         for i, pair in enumerate(registers.flat):
             is_word = values.dtype == dtype
-            parts = [inline.word(pair)] if is_word else [vector.extract(pair, [], [j]) for j in (0, 1)]
+            parts = (
+                [inline.word(pair)] if is_word else [vector.extract(pair, [], [j]) for j in (0, 1)]
+            )
             registers.flat[i] = mgpu.utils.bitcast(inline.issue_word(ptx, *parts), result)
         return inline.accumulator(registers)
 

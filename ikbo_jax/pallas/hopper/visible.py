@@ -90,10 +90,7 @@ class Visible(NamedTuple):
         @inline.code(values, *limits, returns=kind)
         def selected(values: mgpu.FragmentedArray, *limits: Any) -> mgpu.FragmentedArray:
             column = stores.late_thread_number() % 4 * 2
-            by_half = [
-                [x - column for x in (stores.row_numbers(limit) if isinstance(limit, mgpu.FragmentedArray) else [limit] * 2)]
-                for limit in limits
-            ]
+            by_half = [[x - column for x in _row_numbers(limit)] for limit in limits]
             registers, other = values.registers.copy(), inline.f32(fill)
             for i, pair in enumerate(registers.flat):
                 elements = []
@@ -113,6 +110,12 @@ class Visible(NamedTuple):
     def zero_rest(self, tiles: Any) -> None:
         """Zeroes the rows of operand tiles from `end` on; a `commit_smem` must follow."""
         operand_tiles.zero_rows(tiles, self.end)
+
+
+def _row_numbers(limit: Any) -> list[Any]:
+    """Returns the limits of a thread's two rows, in inline code."""
+    is_array = isinstance(limit, mgpu.FragmentedArray)
+    return stores.row_numbers(limit) if is_array else [limit] * 2
 
 
 def ranges_and_gaps(intervals: jax.Array) -> jax.Array:
