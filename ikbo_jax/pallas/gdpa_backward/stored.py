@@ -7,6 +7,7 @@ With a mask, both kernels together compute five products then, not seven, and th
 A tile of 128 keys has a *place*, and `(place + g) * N + h` numbers its gradients for block g of 64
 queries and head h of N: two operand tiles, each with 64 keys by 64 queries, one of each consumer of
 the kernel for keys. Blocks of which a consumer's keys see no row are neither stored nor read.
+Columns are in the order in which threads hold them (`query_at`), so that no thread exchanges any.
 """
 
 from typing import Any
@@ -20,7 +21,7 @@ from jaxlib.mlir.dialects import vector
 
 from ikbo_jax.pallas.gdpa_backward import context
 from ikbo_jax.pallas.gdpa_backward.context import BackwardContext
-from ikbo_jax.pallas.hopper import inline, mma, mosaic, stores, warps
+from ikbo_jax.pallas.hopper import inline, mma, mosaic, stores
 from ikbo_jax.pallas.hopper.inline import Integer
 from ikbo_jax.pallas.worklist.lists import STATISTICS_ROW, Offsets
 from ikbo_jax.problems.hopper import TILE_ROWS, WGMMA_M
@@ -91,10 +92,10 @@ def store(ctx: BackwardContext, d_scores: jax.Array, item: Any, step: Any) -> No
     def _(output: ir.Value, values: Any, row: Integer) -> None:
         # The product has the same values in registers of its own: if these were stored, ptxas would
         # serialise all products (C7512). It makes one register of two equal instructions, so pairs
-        # are rounded in the reverse order here, and then exchanged.
+        # are rounded, and stored, in the reverse order.
         words = []
         for pair in values.registers.flat:
-            ptx = f"{{ .reg .b32 x; cvt.rn.{kind}.f32 x, $1, $2; prmt.b32 $0, x, x, 0x1032; }}"
+            ptx = f"cvt.rn.{kind}.f32 $0, $1, $2;"
             words.append(inline.issue_word(ptx, *(vector.extract(pair, [], [i]) for i in (0, 1))))
         thread = stores.late_thread_number()
         of_row = thread % stores.ROW_THREADS
@@ -106,8 +107,17 @@ def store(ctx: BackwardContext, d_scores: jax.Array, item: Any, step: Any) -> No
                 inline.issue(
                     f"st.global.v4.b32 [$0 + {16 * WGMMA_M * half + 16 * i}], {{$1, $2, $3, $4}};",
                     address,
-                    *warps.transposed(words[half::2][i : i + 4], of_row),
+                    *words[half::2][i : i + 4],
                 )
+
+
+def query_at(place: Integer) -> Integer:
+    """Finds the query of a column of stored gradients, of 64, in inline code.
+
+    A thread stores the pairs of columns that it holds, 2 t + 8 m of each 32 columns, at 8 t + 2 m.
+    """
+    pair = (place // 2 % 4) * 8 + (place // 8 % 4) * 2
+    return place // 32 * 32 + pair + (1 - place % 2)
 
 
 def add_product(ctx: BackwardContext, total: jax.Array, step: Any) -> jax.Array:
