@@ -25,10 +25,12 @@ from ikbo_jax.pallas.hopper import inline, mma, mosaic, stores
 from ikbo_jax.pallas.hopper.inline import Integer
 from ikbo_jax.pallas.worklist.lists import STATISTICS_ROW, Offsets
 from ikbo_jax.problems.hopper import TILE_ROWS, WGMMA_M
-from ikbo_jax.reference import jagged
 
 #: Word of a tile of keys: its place.
 PLACE = 10
+#: So many tiles are placed by comparing all pairs: XLA's sum and scatter take four kernels, and a
+#: copy of 5 us.
+MOST_COMPARED = 4096
 
 
 def _number(row: Any, sequence: Any) -> Any:
@@ -46,13 +48,25 @@ def with_places(
     number = jnp.arange(is_seen.shape[1], dtype=jnp.int32)[None]
     begin = jnp.min(jnp.where(is_seen, number, is_seen.shape[1]), axis=1)
     width = jnp.maximum(jnp.max(jnp.where(is_seen, number + 1, 0), axis=1) - begin, 0)
-    place = jnp.cumsum(width, dtype=jnp.int32) - width - begin
-    starts, _ = jagged.bounds(offsets.cu_seqlens_kv, offsets.kv_rows, None)
-    sequence = jnp.maximum(jagged.search_right(starts, tiles[:, 1]) - 1, 0)
-    size = offsets.kv_rows // TILE_ROWS + starts.size + 1
-    number = jnp.where(width > 0, _number(tiles[:, 1], sequence), size)
-    places = jnp.zeros(size, jnp.int32).at[number].set(place, mode="drop")
+    place = _sum_before(width) - begin
+    size = offsets.kv_rows // TILE_ROWS + offsets.kv_sequences + 1
+    # No two sequences of queries share keys, so the range of a tile's queries is its sequence.
+    number = jnp.where(width > 0, _number(tiles[:, 1], tiles[:, 3]), size)
+    if size > MOST_COMPARED:
+        places = jnp.zeros(size, jnp.int32).at[number].set(place, mode="drop")
+    else:
+        is_tile = number[None] == jnp.arange(size, dtype=jnp.int32)[:, None]
+        places = jnp.sum(jnp.where(is_tile, place[None], 0), axis=1, dtype=jnp.int32)
     return jnp.concatenate((tiles, place[:, None]), axis=1), places
+
+
+def _sum_before(numbers: jax.Array) -> jax.Array:
+    """Adds up the numbers before each."""
+    if numbers.size > MOST_COMPARED:
+        return jnp.cumsum(numbers, dtype=jnp.int32) - numbers
+    index = jnp.arange(numbers.size, dtype=jnp.int32)
+    is_before = index[None] < index[:, None]
+    return jnp.sum(jnp.where(is_before, numbers[None], 0), axis=1, dtype=jnp.int32)
 
 
 def rows(
