@@ -19,12 +19,15 @@ import ikbo_jax as ikbo
 pytestmark = pytest.mark.usefixtures("models_may_promote")
 
 #: Further names of the programs below: logits that are masked, another mask that keeps a key of
-#: every user, ages of keys, the number of a user's keys (0 of the first user), and functions.
+#: every user, ages of keys, biases by head and position, the number of a user's keys (0 of the
+#: first user), and functions.
 NAMES = """
 x = L(q) / 2
 infinite, finite = jnp.where(M, x, -inf), jnp.where(M, x, -1e9)
 other = at < N + 1
-age = jnp.linspace(0.1, 2, U * S).reshape(U, S)[i].reshape(M.shape)
+of_user = lambda x: x[i].reshape(M.shape)
+ages, alibi = (jnp.linspace(0.1, 2, n * S).reshape(-1, S) for n in (U, 4))
+age, alibi = of_user(ages), -alibi.reshape(2, 2, S)
 count = m.sum(1).astype(f32)[i].reshape(N.shape)
 over = lambda p, number: p / (p.sum(-1, keepdims=True) + number)
 over_at_least = lambda p, number: p / jnp.maximum(p.sum(-1, keepdims=True), number)
@@ -42,9 +45,26 @@ BY_THE_OP = (
     "softmax(jnp.where(M, x, jnp.finfo(x.dtype).min))",
     "softmax(jnp.where(count > at, x, -1e9))",
     "softmax(x + jnp.where(M, 0.0, -1e9))",
-    "softmax(x + jnp.where(m, 0, -1e9)[i].reshape(M.shape))",
+    "softmax(x + of_user(jnp.where(m, 0, -1e9)))",
     "softmax(x + jnp.where(M, 0, jnp.finfo(x.dtype).min))",
     "softmax(x + (1.0 - M.astype(f32)) * -1e9)",
+    # A bias of the user.
+    "softmax(x - 0.1 * age)",
+    "softmax(x + of_user(-0.1 * ages))",
+    "softmax(x - of_user(0.1 * ages))",
+    "softmax((x + age) / 3)",
+    "softmax(2 * jnp.tanh(x / 2) - 0.1 * age)",
+    "softmax(x + of_user(jnp.where(m, -0.1 * ages, -1e9)))",
+    "softmax(x + of_user(jnp.where(m, -0.1 * ages, -inf)))",
+    "softmax(x + of_user(jnp.where(m, 0, jnp.nan)))",
+    "(lambda p: jnp.where(jnp.isnan(p), 0, p))(softmax(x + of_user(jnp.where(m, -ages, -inf))))",
+    "softmax(jnp.where(M, x - 0.1 * age, -1e9))",
+    "softmax(jnp.where(M, x - 0.1 * age, -inf))",
+    "softmax(jnp.where(M, x + of_user(jnp.where(m, -ages, -inf)), jnp.finfo(x.dtype).min))",
+    "softmax(x + jnp.where(M, 0, -1e9) - 0.1 * age)",
+    "softmax(x - 0.1 * age + jnp.where(M, 0, -inf))",
+    "softmax(x - 0.1 * age) * jnp.exp(-age)",
+    "over(jnp.where(M, softmax(x - 0.1 * age), 0.0), 1e-9)",
     # Masked again.
     "softmax(infinite) * M",
     "softmax(finite) * M",
@@ -135,6 +155,11 @@ OF_HEADS = {
     "over(jnp.exp(x) * M, 0.3)": True,
     "over(jnp.where(jnp.broadcast_to(M, x.shape), jnp.exp(x), 0), 0)": True,
     "jnp.where(by_head, softmax(infinite), 0)": False,
+    "softmax(x + alibi)": True,
+    "softmax(x + alibi[:1, 1:])": True,
+    "softmax(x + (ages[:, None] * per_head[:, :, 0])[i][:, :, None])": True,
+    "softmax(x + alibi - 0.1 * age)": True,
+    "softmax(x + alibi + jnp.where(jnp.tri(2, S, S - 2, dtype=bool), 0, -1e9))": True,
     # A user without keys has NaN gradients, which a select would stop.
     "over(jnp.exp(x) * M, 0)": False,
 }
@@ -180,6 +205,15 @@ def test_changed_weights(text: str) -> None:
 def test_changed_weights_of_heads(text: str) -> None:
     assert is_by_the_op(mixed(text)) == OF_HEADS[text]
     assert_same([mixed(text)])
+
+
+@pytest.mark.parametrize("dtype", ["f32", "bf16"])
+def test_a_bias_of_half_precision(dtype: str) -> None:
+    """Also where all keys of a user have -1e4, beside which bfloat16 keeps no logit."""
+    bias = "of_user(jnp.where(m, -0.1 * ages, -1e4))"
+    case = mixed(f"softmax((x.astype({dtype}) + {bias}.astype({dtype})).astype(f32))", "bfloat16")
+    assert is_by_the_op(case)
+    assert_same([case])
 
 
 def test_another_mask_shows_keys_of_a_user_without_keys() -> None:
