@@ -6,7 +6,7 @@ import numpy as np
 import problems
 import pytest
 from jax import lax
-from rewrite_basics import check_values_and_gradients, report_of
+from rewrite_basics import check_values_and_gradients
 
 import ikbo_jax as ikbo
 
@@ -17,59 +17,6 @@ INDEX = jnp.asarray(RNG.integers(0, U, B), jnp.int32)
 
 def floats(*shape):
     return problems.random_array(RNG, shape, "float32")
-
-
-CAUSAL, SELF = np.tril(np.ones((6, 6), bool))[None], np.eye(6, dtype=bool)[None]
-#: Biases [batch or 1, 6, 6] of a sequence of 5 tokens of a user and 1 token of a candidate.
-BIASES = {
-    "a mask": lambda keys: jnp.where(CAUSAL & (keys | SELF), 0.0, -1e9),
-    "a mask in a mask": lambda keys: jnp.where(SELF, 0.0, jnp.where(CAUSAL & keys, 0.0, -1e9)),
-    "a mask outside a mask": lambda keys: jnp.where(CAUSAL & keys, 0.0, jnp.where(SELF, 0.0, -1e9)),
-    "a constant mask in a mask": lambda keys: jnp.where(SELF, 0.0, jnp.where(CAUSAL, 0.0, -1e9)),
-}
-
-
-SEQUENCE = floats(U, 5, D), floats(B, 1, D), jnp.array([1, 3, 2, 5], jnp.int32)
-
-
-def attention(logits_of):
-    """Attention over a user's history and a candidate, whose logits the padding may change."""
-
-    def fn(history, cand, lengths):
-        x = jnp.concatenate([history[INDEX], cand], axis=1)
-        kept = jnp.arange(5)[None] < lengths[INDEX][:, None]
-        keys = jnp.concatenate([kept, jnp.ones((B, 1), bool)], axis=1)[:, None, :]
-        logits = logits_of(jnp.einsum("btd,bsd->bts", x, x), keys)
-        return jnp.einsum("bts,bsd->btd", jax.nn.softmax(logits, axis=-1), x)
-
-    return fn
-
-
-@pytest.mark.parametrize("name", BIASES)
-def test_a_bias_keeps_all_keys_where_it_is_zero(name: str) -> None:
-    biased = attention(lambda logits, keys: logits + BIASES[name](keys))
-    check_values_and_gradients(biased, *SEQUENCE)
-
-
-#: One causal mask of a sequence, [6, 6] or [batch, 1, 6] lifted to the dimensions of its logits.
-ADDED = {
-    "two dimensions": lambda keys: jnp.where(CAUSAL[0], 0.0, -1e9)[None],
-    "a product": lambda keys: (1.0 - jnp.asarray(CAUSAL[0], jnp.float32))[None] * -1e9,
-    "lengths": lambda keys: jnp.squeeze(
-        jnp.where((CAUSAL & (keys | SELF))[:, None], 0.0, -1e9), axis=1
-    ),
-}
-
-
-@pytest.mark.parametrize("name", ADDED)
-def test_a_bias_is_the_mask_that_it_is_written_with(name: str) -> None:
-    """Added as put in by a select, the mask keeps the history's queries at user batch."""
-    mask = (lambda keys: CAUSAL & (keys | SELF)) if name == "lengths" else lambda keys: CAUSAL
-    added = attention(lambda logits, keys: logits + ADDED[name](keys))
-    selected = attention(lambda logits, keys: jnp.where(mask(keys), logits, -1e9))
-    check_values_and_gradients(added, *SEQUENCE)
-    saved = [report_of(fn, *SEQUENCE).flops_saved for fn in (added, selected)]
-    assert saved[0] == saved[1] > 0
 
 
 def test_an_index_that_is_clamped_below_zero_counts_from_the_end() -> None:
