@@ -308,7 +308,9 @@ def test_constants_of_a_traced_function_are_planned_for_the_target() -> None:
     assert kernels_of(exported) == CASES["attention"][2]
 
 
-@pytest.mark.parametrize("name", ["attention_gradient", "gdpa_gradient"])
+@pytest.mark.parametrize(
+    "name", ["attention_gradient", "gdpa_gradient", "linear_compression_gradient"]
+)
 def test_second_derivatives_have_the_kernels_of_first_ones(name: str) -> None:
     fn, shapes, kernels = CASES[name]
 
