@@ -18,7 +18,7 @@ from ikbo_jax.rewrite.report import cost
 from ikbo_jax.rewrite.rules import one_hot, sums
 from ikbo_jax.rewrite.rules.batched import at_one_batch, batched_product, dims_of
 from ikbo_jax.rewrite.rules.concatenation import of_one_lineage, without_padding
-from ikbo_jax.rewrite.rules.elementwise import concat, of_one_user
+from ikbo_jax.rewrite.rules.elementwise import concat, of_one_user, slice_along
 from ikbo_jax.rewrite.values import lineage, staged
 from ikbo_jax.rewrite.values.lineage import Concat, Deferred, Lazy, Lineage
 from ikbo_jax.rewrite.values.registry import NotCovered
@@ -128,7 +128,7 @@ def _of_concat(ctx: Context, eqn: Any, lhs: Any, rhs: Any) -> Any:
         number = batch.index(whole.axis)
         return concat(
             [
-                multiplied(part, lineage.slice_along(other, start, stop, other_batch[number]))
+                multiplied(part, slice_along(other, start, stop, other_batch[number]))
                 for part, start, stop in whole.pieces()
             ],
             number,
@@ -231,7 +231,7 @@ def _groups(whole: Concat, other: Any, other_axis: int) -> list[tuple[Any, Any]]
             key = (part.lineage, part.axis) if part.lineage else broadcast
         parts, slices = by_lineage.setdefault(key, ([], []))
         parts.append(part)
-        slices.append(lineage.slice_along(other, start, stop, other_axis))
+        slices.append(slice_along(other, start, stop, other_axis))
     groups = []
     for parts, slices in by_lineage.values():
         if len(parts) > 1 and all(map(lineage.is_plain, slices)):

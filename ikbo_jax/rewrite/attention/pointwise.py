@@ -28,8 +28,8 @@ from ikbo_jax.rewrite.attention.scores import BATCH, DTYPES, HEAD, KEY, QUERY, F
 from ikbo_jax.rewrite.facts import activations
 from ikbo_jax.rewrite.interpret import shape_of
 from ikbo_jax.rewrite.rules import any_shape
-from ikbo_jax.rewrite.rules.elementwise import ELEMENTWISE, common_shape
-from ikbo_jax.rewrite.values import lineage, staged
+from ikbo_jax.rewrite.rules.elementwise import ELEMENTWISE, common_shape, slice_along
+from ikbo_jax.rewrite.values import staged
 from ikbo_jax.rewrite.values.lineage import Concat, Lazy, Lineage, is_plain, origins_of, spread
 from ikbo_jax.rewrite.values.registry import NotCovered
 
@@ -229,7 +229,7 @@ class PointwiseCall(Call):
             return x
         for label, part in (((KEY, 0), key), ((QUERY, self.axis - 1), query)):
             if label in labels:
-                x = lineage.slice_along(x, part.start, part.stop, labels.index(label))
+                x = slice_along(x, part.start, part.stop, labels.index(label))
         if users is None:
             return self.ctx.build(x)
         array = at_users(x, users, batch)

@@ -6,7 +6,13 @@ from typing import Any
 from ikbo_jax.rewrite.facts import proofs
 from ikbo_jax.rewrite.interpret import Context, shape_of
 from ikbo_jax.rewrite.rules import reselect, reshape
-from ikbo_jax.rewrite.rules.elementwise import at_user_batch, by_part, common_lineage, concat
+from ikbo_jax.rewrite.rules.elementwise import (
+    at_user_batch,
+    by_part,
+    common_lineage,
+    concat,
+    slice_along,
+)
 from ikbo_jax.rewrite.values import lineage, staged
 from ikbo_jax.rewrite.values.lineage import (
     Concat,
@@ -137,7 +143,7 @@ def unstack(ctx: Context, eqn: Any, x: Any) -> Any:
     axis = eqn.params["axis"]
     if not isinstance(x, Lazy) or x.axis == axis:
         raise NotCovered("unstack of the looked-up axis, or of a concatenation")
-    pieces = (lineage.slice_along(x, n, n + 1, axis) for n in range(x.shape[axis]))
+    pieces = (slice_along(x, n, n + 1, axis) for n in range(x.shape[axis]))
     shape = tuple(eqn.outvars[0].aval.shape)
     return [reshape.reshape_to(ctx, eqn, piece, shape) for piece in pieces]
 
