@@ -125,8 +125,10 @@ class Operations:
                     continue
                 if maker and name == "slice":
                     operands = _sliced(maker, eqn) or operands
-                elif maker and name != "transpose" and _is_of_parts(maker.eqn, eqn):
-                    operands = maker.operands
+                elif maker and maker.eqn.primitive.name == "concatenate":
+                    # XLA reduces the parts, of a reduction along the concatenated axis.
+                    is_along = maker.eqn.params["dimension"] in params.get("axes", ())
+                    operands = maker.operands if is_along else operands
             if name in _MERGED:
                 fixed = [
                     (d, complex(v.val)) for d, v in enumerate(eqn.invars) if type(v) is literal
@@ -233,12 +235,6 @@ def _is_undone(transpose: core.JaxprEqn, eqn: core.JaxprEqn) -> bool:
         return False
     order = [transpose.params["permutation"][d] for d in eqn.params["permutation"]]
     return order == sorted(order)
-
-
-def _is_of_parts(maker: core.JaxprEqn, reduction: core.JaxprEqn) -> bool:
-    """Whether a reduction of a concatenation reduces the parts, which XLA then does."""
-    is_joined = maker.primitive.name == "concatenate"
-    return is_joined and maker.params["dimension"] in reduction.params.get("axes", ())
 
 
 def _sliced(maker: Operation, eqn: core.JaxprEqn) -> list[int]:

@@ -93,7 +93,7 @@ def _pad_by_rows(ctx: Context, eqn: Any, x: Any, number: Any, config: list[Any])
     axis, aval = x.axis, eqn.outvars[0].aval
     low, high, between = config[axis]
     if low < 0 or high < 0 or between:
-        raise NotCovered("pad that cuts or spaces a concatenation, or the looked-up axis")
+        raise NotCovered("pad that cuts or spaces the looked-up axis, or a concatenation")
     config[axis], shape = (0, 0, 0), aval.shape
     params = {**eqn.params, "padding_config": tuple(config)}
     parts: list[Any] = []
