@@ -182,8 +182,17 @@ class Hstu(Mask):
             0 if array is None else array[rows.sequence]
             for array in (self.contextual, self.num_targets)
         )
-        sequence = hstu_rule.Sequence(rows.length, contextual, targets)
-        return hstu_rule.intervals(self.rule, rows.position, sequence)
+        sequence = hstu_rule.Sequence(rows.length, contextual, targets).clamped(self.rule)
+        begin, end, *gap = hstu_rule.seen(self.rule, rows.position, sequence)
+        gap_begin, gap_end = (jnp.minimum(x, end) for x in gap)
+        has_gap = gap_begin < gap_end
+        found = (
+            begin + 0 * end,
+            jnp.where(has_gap, gap_begin, end),
+            jnp.where(has_gap, gap_end, 0),
+            jnp.where(has_gap, end, 0),
+        )
+        return jnp.stack(found, axis=1)
 
 
 @jax.tree_util.register_dataclass

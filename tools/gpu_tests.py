@@ -199,8 +199,12 @@ class Session:
             tests = left
 
     def _run(self, tests: Sequence[str]) -> None:
+        # A process gives the memory of deleted arrays back to the GPU that it shares: 12 processes
+        # that kept it on an H200 ran out of its 141 GB in 14 of 349 tests.
         environment = {
             "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+            "XLA_PYTHON_CLIENT_ALLOCATOR": "cuda_async",
+            "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.02",
             **os.environ,
             "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
         }

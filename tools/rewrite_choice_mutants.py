@@ -8,13 +8,8 @@ _WEIGHTS = "tests/rewrite/test_rewrite_weights.py"
 _RESELECT = "tests/rewrite/test_rewrite_reselect.py"
 
 
-def _attended(*names: str) -> tuple[str, ...]:
-    return tuple(f"{_WEIGHTS}::test_changed_weights_attend_by_the_op[{name}]" for name in names)
-
-
-def _written(*names: str) -> tuple[str, ...]:
-    file = f"{_WEIGHTS}::test_weights_of_another_attention_stay_as_written"
-    return tuple(f"{file}[{name}]" for name in names)
+def _weights(*texts: str) -> tuple[str, ...]:
+    return tuple(f"{_WEIGHTS}::test_changed_weights[{text}]" for text in texts)
 
 
 def _chosen(*names: str) -> tuple[str, ...]:
@@ -28,14 +23,14 @@ CHOICE_MUTANTS = (
         "attention/changed_weights.py",
         "whole = cast is not None and shape_of(other) == at.shape",
         "whole = cast is not None",
-        (f"{_WEIGHTS}::test_changed_weights_of_heads[masked again]",),
+        (f"{_WEIGHTS}::test_changed_weights_of_heads[softmax(infinite) * M * per_head]",),
     ),
     Mutant(
         "factor of attention weights dropped",
         "attention/weighted_values.py",
         "return out if weights.scale == 1 else",
         "return out if True else",
-        _attended("scaled", "silu by age over a length"),
+        _weights("softmax(finite) * 2 / 3", "3 * nn.silu(x) * age * M / (1 + N)"),
     ),
     Mutant(
         "a log is added to any masked logits",
@@ -49,49 +44,49 @@ CHOICE_MUTANTS = (
         "attention/weighted_values.py",
         "zero = ~jnp.any(kept, axis=1)",
         "zero = None",
-        _attended("selected"),
+        _weights("jnp.where(M, softmax(infinite), 0)"),
     ),
     Mutant(
         "a hiding mask keeps",
         "attention/changed_weights.py",
         "mask = mask if keeps else Mask(~mask.kept, None)",
         "mask = mask",
-        _attended("hidden"),
+        _weights("jnp.where(~M, 0, softmax(finite))"),
     ),
     Mutant(
         "NaN replaced by any number is 0",
         "attention/changed_weights.py",
         'if which.stage == "is nan" and number == 0 and',
         'if which.stage == "is nan" and',
-        _written("5 instead of NaN"),
+        _weights("jnp.nan_to_num(softmax(infinite), nan=5.0)"),
     ),
     Mutant(
         "weights over the sum of other weights",
         "attention/changed_weights.py",
         "if x.weights is not y.weights or not scores.belong(x, y):",
         "if not scores.belong(x, y):",
-        _written("over another sum"),
+        _weights("softmax(x) * M / ((softmax(x) * other).sum(-1, keepdims=True) + 1e-9)"),
     ),
     Mutant(
         "any number is lost in a sum",
         "attention/changed_weights.py",
         'lost = at.sum_of_one and (how == "max" or number <= _NEGLIGIBLE)',
         "lost = at.sum_of_one",
-        _written("a large number added"),
+        _weights("over(shifted(finite), 0.5)"),
     ),
     Mutant(
         "a sum of masked exponentials is at least 1",
         "attention/changed_weights.py",
         "least = x.sum_of_one and largest <= masked_keys.LARGE and not rest",
         "least = x.sum_of_one",
-        _written("a small number added to an unknown sum"),
+        _weights("over(shifted(x) * M, 1e-9)"),
     ),
     Mutant(
         "rows of exponentials without keys are NaN",
         "attention/changed_weights.py",
         'return x.then(eqn, operands, emptied="select")\n    if getattr',
         "return x.then(eqn, operands)\n    if getattr",
-        _attended("shifted, -inf, selected"),
+        _weights("over(jnp.where(M, shifted(infinite), 0), 1e-9)"),
     ),
     Mutant(
         "numbers looked up instead of a mask",

@@ -166,10 +166,7 @@ MUTANTS = (
         "attention/scores.py",
         'if factor is None or scores.stage != "logits" or (divides and scores is y):',
         "if factor is None or (divides and scores is y):",
-        (
-            "tests/rewrite/test_rewrite_weights.py"
-            "::test_weights_of_another_attention_stay_as_written[exponentials halved]",
-        ),
+        ("tests/rewrite/test_rewrite_weights.py::test_changed_weights[over(jnp.exp(x) / 2, 0)]",),
     ),
     Mutant(
         "number over logits treated as logits over number",

@@ -9,14 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ikbo_jax.cases import case, error_rule
-from ikbo_jax.cases.error_rule import UNTUNED, Check
+from ikbo_jax.cases import case
+from ikbo_jax.cases.error_rule import Check
 from ikbo_jax.ops.attention import attention
 from ikbo_jax.problems import AttentionConfig, AttentionProblem, FewQueriesConfig
 from ikbo_jax.reference import attention as reference
-
-#: Number of candidates whose XLA result is compared with the oracle, in total and at once.
-SAMPLED, SAMPLED_AT_ONCE = 32, 4
 
 
 class Inputs(NamedTuple):
@@ -81,16 +78,7 @@ class Case(case.Case):
         return self.problem.dtype, self.problem.kv_len
 
     def check(self, actual: jax.Array, inputs: Inputs) -> Check:
-        """Compares `actual` with the oracle for some candidates, and with the XLA path for all."""
-        xla = _decomposed(inputs)
-        sample = np.linspace(0, self.problem.batch - 1, SAMPLED).astype(np.int32)
-        found = [
-            jax.device_get(_sampled_errors(xla, actual, inputs, jnp.asarray(rows)))
-            for rows in np.split(sample, SAMPLED // SAMPLED_AT_ONCE)
-        ]
-        xla_error, error, largest = map(float, np.max(np.asarray(found), axis=0))
-        errors = error, float(error_rule.largest_difference(actual, xla)), xla_error
-        return case.nearest(error_rule.checks(errors, largest, *self.rounding))
+        return case.check_candidates(actual, _by_xla, oracle, inputs, self.rounding)
 
 
 def oracle(inputs: Inputs, rows: np.ndarray | jax.Array) -> jax.Array:
@@ -151,16 +139,6 @@ def _of_rows(inputs: Inputs, rows: np.ndarray | jax.Array) -> Inputs:
     return inputs._replace(query=inputs.query[rows], cand_to_user=inputs.cand_to_user[rows])
 
 
-@functools.partial(jax.jit, compiler_options=UNTUNED)
-def _decomposed(inputs: Inputs) -> jax.Array:
-    return _op(*inputs, implementation="xla", is_sorted=False)
-
-
-@functools.partial(jax.jit, compiler_options=UNTUNED)
-def _sampled_errors(
-    xla: jax.Array, actual: jax.Array, inputs: Inputs, rows: jax.Array
-) -> tuple[jax.Array, ...]:
-    """Returns the largest errors of both results in `rows`, and the f32 oracle's largest value."""
-    exact = oracle(inputs, rows)
-    errors = [error_rule.largest_difference(x[rows], exact) for x in (xla, actual)]
-    return *errors, jnp.max(jnp.abs(exact))
+def _by_xla(*inputs: Any) -> jax.Array:
+    out: jax.Array = _op(*inputs, implementation="xla", is_sorted=False)
+    return out

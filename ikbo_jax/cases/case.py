@@ -1,4 +1,4 @@
-"""What the cases of all ops share: how a kernel is run, and the check of a gradient."""
+"""What the cases of all ops share: how a kernel is run, and the checks of results."""
 
 import abc
 import functools
@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from ikbo_jax.cases import error_rule
 from ikbo_jax.cases.error_rule import UNTUNED, Check
@@ -14,6 +15,8 @@ from ikbo_jax.ops import dispatch
 
 #: Arguments `implementation` of the contenders that call the op.
 IMPLEMENTATIONS = {"decomposed": "xla", "fused": "mosaic_gpu", "automatic": None}
+#: Number of candidates whose results are compared with the oracle, in total and at once.
+SAMPLED, SAMPLED_AT_ONCE = 32, 4
 
 
 class Case(abc.ABC):
@@ -50,6 +53,52 @@ class Case(abc.ABC):
     @abc.abstractmethod
     def kernel(self, config: Any, num_sms: int) -> Callable[..., Any]:
         """Returns the kernel, a function of the inputs' fields; importing it takes 0.3 s."""
+
+
+def check_candidates(
+    actual: jax.Array,
+    by_xla: Callable[..., jax.Array],
+    oracle: Callable[[Any, jax.Array], jax.Array],
+    inputs: Any,
+    rounding: tuple[str, float],
+) -> Check:
+    """Compares a result with the oracle for some candidates, and with the XLA path for all.
+
+    Returns the check nearest its bound.
+
+    Args:
+      by_xla: computes the result from the fields of `inputs`.
+      oracle: computes the results of some candidates in f32, from `inputs` and their numbers.
+      rounding: the last arguments of `error_rule.bound`.
+    """
+    xla = _run_untuned(by_xla, inputs)
+    sample = np.linspace(0, actual.shape[0] - 1, SAMPLED).astype(np.int32)
+    found = [
+        jax.device_get(_sampled_errors(oracle, xla, actual, inputs, jnp.asarray(rows)))
+        for rows in np.split(sample, SAMPLED // SAMPLED_AT_ONCE)
+    ]
+    xla_error, error, largest = map(float, np.max(np.asarray(found), axis=0))
+    errors = error, float(error_rule.largest_difference(actual, xla)), xla_error
+    return nearest(error_rule.checks(errors, largest, *rounding))
+
+
+@functools.partial(jax.jit, static_argnums=0, compiler_options=UNTUNED)
+def _run_untuned(run: Callable[..., jax.Array], inputs: Any) -> jax.Array:
+    return run(*inputs)
+
+
+@functools.partial(jax.jit, static_argnums=0, compiler_options=UNTUNED)
+def _sampled_errors(
+    oracle: Callable[[Any, jax.Array], jax.Array],
+    xla: jax.Array,
+    actual: jax.Array,
+    inputs: Any,
+    rows: jax.Array,
+) -> tuple[jax.Array, ...]:
+    """Returns the largest errors of both results in `rows`, and the oracle's largest value."""
+    exact = oracle(inputs, rows)
+    errors = [error_rule.largest_difference(x[rows], exact) for x in (xla, actual)]
+    return *errors, jnp.max(jnp.abs(exact))
 
 
 def check_gradients(

@@ -30,23 +30,6 @@ class Check(NamedTuple):
         return self.error <= self.bound
 
 
-class Truth(NamedTuple):
-    """Holds the oracle's f32 result, the error of same-dtype jnp, and the largest value."""
-
-    oracle: jax.Array
-    plain_error: jax.Array
-    largest: jax.Array
-
-    def bound(self, dtype: Any, terms: float) -> float:
-        """Computes the largest allowed error of these rows."""
-        return bound(float(self.plain_error), float(self.largest), dtype, terms)
-
-
-def truth(oracle: jax.Array, plain: jax.Array) -> Truth:
-    """Compares the result of same-dtype jnp with the f32 oracle."""
-    return Truth(oracle, *compare(plain, oracle))
-
-
 def compare(actual: jax.Array, oracle: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Returns the largest error of `actual`, and the oracle's largest absolute value."""
     return largest_difference(actual, oracle), jnp.max(jnp.abs(oracle), initial=0.0)

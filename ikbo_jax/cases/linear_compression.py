@@ -2,15 +2,14 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from ikbo_jax.cases import case, error_rule
-from ikbo_jax.cases.error_rule import UNTUNED, Check, Truth
+from ikbo_jax.cases import case
+from ikbo_jax.cases.error_rule import Check
 from ikbo_jax.ops.linear_compression import linear_compression
 from ikbo_jax.problems import (
     LinearCompressionConfig,
@@ -23,10 +22,6 @@ from ikbo_jax.tuning import table
 
 #: The aligned baseline pads the embedding rows to a multiple of this: 16 bytes of bfloat16.
 ALIGNED_K = 8
-#: Candidates that one check compares, which bounds the oracle's memory.
-CHECK_ROWS = 128
-#: Largest size in bytes of a float32 oracle that is cached between checks.
-MAX_CACHED_BYTES = 2 << 30
 
 #: A configuration of one of the op's kernels.
 AnyConfig = LinearCompressionConfig | PackedCompressionConfig
@@ -113,29 +108,10 @@ class Case(case.Case):
         """Last arguments of `error_rule.bound`: dtype, and number of terms of a sum."""
         return self.problem.dtype, sum(self.problem.ks)
 
-    def expected(self, inputs: Inputs, rows: Sequence[int]) -> tuple[np.ndarray, float]:
-        """Computes exact results of some candidates, and the largest error that the rule allows."""
-        truth = _truth(inputs, jnp.asarray(rows, jnp.int32))
-        return np.asarray(truth.oracle), truth.bound(*self.rounding)
-
     def check(self, actual: jax.Array, inputs: Inputs) -> Check:
-        """Compares all of `actual` with the oracle."""
-        global _cached
-        if _cached is None or _cached[0] is not inputs:
-            _cached = (inputs, {})
-        cached, batch = _cached[1], actual.shape[0]
-        may_cache = 4 * actual.size <= MAX_CACHED_BYTES
-        found = []
-        for start in range(0, batch, CHECK_ROWS):
-            rows = jnp.minimum(jnp.arange(start, start + CHECK_ROWS, dtype=jnp.int32), batch - 1)
-            if (truth := cached.get(start)) is None:
-                truth = _truth(inputs, rows)
-                if may_cache:
-                    cached[start] = truth
-            error = _error(actual, truth.oracle, rows)
-            found.append(jax.device_get((error, truth.plain_error, truth.largest)))
-        error, plain_error, largest = (float(x) for x in np.max(np.asarray(found), axis=0))
-        return Check(error, error_rule.bound(plain_error, largest, *self.rounding))
+        return case.check_candidates(
+            actual, reference.decomposed, oracle_of_rows, inputs, self.rounding
+        )
 
 
 def oracle(inputs: Inputs) -> jax.Array:
@@ -147,26 +123,12 @@ def _op(*inputs: Any, **options: Any) -> jax.Array:
     return linear_compression(*Inputs(*inputs).arguments, **options)
 
 
-def _of_rows(inputs: Inputs, rows: jax.Array) -> Inputs:
-    """Selects entries of the finest level."""
+def oracle_of_rows(inputs: Inputs, rows: jax.Array) -> jax.Array:
+    """Computes the results of some candidates like `oracle`: [rows, M, N]."""
     *coarse, last = inputs.parents
-    return inputs._replace(
-        embeddings=(*inputs.embeddings[:-1], inputs.embeddings[-1][rows]),
-        parents=(*coarse, None if last is None else last[rows]),
+    return oracle(
+        inputs._replace(
+            embeddings=(*inputs.embeddings[:-1], inputs.embeddings[-1][rows]),
+            parents=(*coarse, None if last is None else last[rows]),
+        )
     )
-
-
-@functools.partial(jax.jit, compiler_options=UNTUNED)
-def _truth(inputs: Inputs, rows: jax.Array) -> Truth:
-    some = _of_rows(inputs, rows)
-    return error_rule.truth(oracle(some), reference.materialised(*some))
-
-
-@functools.partial(jax.jit, compiler_options=UNTUNED)
-def _error(actual: jax.Array, oracle: jax.Array, rows: jax.Array) -> jax.Array:
-    return error_rule.largest_difference(actual[rows], oracle)
-
-
-#: The inputs of the last check, and the oracle's results by first row. The tuner checks a hundred
-#: results of the same inputs, and the oracle takes longer than all of these results together.
-_cached: tuple[Inputs, dict[int, Truth]] | None = None

@@ -81,7 +81,8 @@ def explain(
     jit (cached or not), grad, vmap, scan and cond. The plan of an op also names the implementation
     of its gradient ("gradient"), whether or not `fn` computes a gradient; a backward pass has no
     plan. With arrays that are sharded over several devices, "devices" says how the op divides and
-    what it moves; where mesh axes are Auto, XLA decides that, so `fn` is compiled to find out.
+    what it moves; where mesh axes are Auto, XLA decides that, so `fn` is compiled to find out,
+    unless arguments are traced.
 
     Args:
       fn: any function that JAX can trace.
@@ -164,8 +165,13 @@ def _is_to_trace(leaf: Any) -> bool:
 
 
 def _xla_divides(arrays: list[Any]) -> bool:
-    """Whether XLA decides how the arrays divide: several devices, and axes of a mesh are Auto."""
-    meshes: list[Any] = [jax.sharding.get_mesh()]
+    """Whether XLA decides how the arrays divide: several devices, and axes of a mesh are Auto.
+
+    Of traced arrays, XLA decides when it compiles the function that is traced.
+    """
+    if any(isinstance(x, jax.core.Tracer) for x in arrays):
+        return False
+    meshes: list[Any] = [jax.sharding.get_abstract_mesh()]
     meshes += [getattr(getattr(x, "sharding", None), "mesh", None) for x in arrays]
     return any(
         mesh is not None and mesh.size > 1 and AxisType.Auto in mesh.axis_types for mesh in meshes

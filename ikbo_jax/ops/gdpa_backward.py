@@ -9,7 +9,7 @@ from ikbo_jax.ops import dispatch
 from ikbo_jax.problems import GdpaBackwardProblem, GdpaBackwardTuning, GdpaProblem
 from ikbo_jax.problems import gdpa_backward as configs
 from ikbo_jax.problems.gdpa import group_rows
-from ikbo_jax.problems.hopper import BLOCK_K, TILE_ROWS, WGMMA_M
+from ikbo_jax.problems.hopper import TILE_ROWS, WGMMA_M
 from ikbo_jax.reference import jagged
 from ikbo_jax.reference.activations import SOFTMAX, one_by_one
 from ikbo_jax.reference.gdpa import Arrays, Settings, num_sequences
@@ -132,7 +132,7 @@ def _stored_rows(arrays: Arrays, settings: Settings) -> int:
 
     0: the kernel for queries computes them again, which is faster for few keys.
     """
-    rows, heads, head_dim = arrays.query.shape
+    rows, heads, _ = arrays.query.shape
     kv_rows, sequences = arrays.key.shape[0], max(arrays.cu_seqlens_kv.shape[0] - 1, 1)
     rule, names = settings.rule, set(settings.activations)
     is_alone = arrays.q_to_kv is None and not settings.broadcast_q and len(names) == 1
@@ -149,14 +149,11 @@ def _stored_rows(arrays: Arrays, settings: Settings) -> int:
     if rule is not None and rule.causal and rule.contextual == 0 and rule.target_group_size == 1:
         # The n tiles of a sequence see at most 2 n + 1, 2 n - 1, ... blocks of queries.
         blocks = min(blocks, -(-longest // TILE_ROWS) + 2)
-    if rule is not None and rule.window is not None:  # narrow ones were not timed
-        keys = min(keys, rule.window // 8)
+    if rule is not None and rule.window is not None:
+        keys = min(keys, rule.window)
     stored = tiles * blocks * heads * TILE_ROWS
-    num_bytes, kind = stored * WGMMA_M * 2, SOFTMAX in names
-    is_few = keys < configs.LEAST_STORED_KEYS[kind]
-    if head_dim <= BLOCK_K:
-        is_few |= num_bytes < configs.LEAST_STORED_BYTES[kind]
-    return 0 if is_few or num_bytes > configs.MAX_STORED_BYTES else stored
+    is_large = stored * WGMMA_M * 2 > configs.MAX_STORED_BYTES
+    return 0 if is_large or keys < configs.LEAST_STORED_KEYS else stored
 
 
 def _d_key_value(

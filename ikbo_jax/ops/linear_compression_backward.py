@@ -138,7 +138,7 @@ def kernel_vjp(
             d_weight = d_weight_kernel(
                 d_result,
                 embedding,
-                config=config.weights[level],
+                config=config.weight,
                 problems=problems,
                 sources=sources,
                 dtype=weight_dtype,

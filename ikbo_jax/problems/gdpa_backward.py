@@ -2,7 +2,6 @@
 
 import dataclasses
 import itertools
-import math
 from collections.abc import Iterator
 from typing import Any, ClassVar, NamedTuple
 
@@ -37,15 +36,9 @@ BLOCKS, STAGES = (64, 96, 128, 80, 48, 32), (3, 4, 2, 6)
 MAX_STEPS = 4
 #: Most bytes of gradients of scores that are stored, as for attention.
 MAX_STORED_BYTES = 17 * 2**28
-#: Gradients of scores are stored if rows see so many keys in the mean: of an activation, and of a
-#: softmax. On an H200 (65,536 rows, causal, N = 4, H = 128), stored or not, silu takes 465 or 507
-#: us at 512 keys, 760 or 861 at 1,024, and 192 or 203 with lengths up to 512 (128 keys); a softmax
-#: with its forward pass 639 or 652 at 512 keys, 1,021 or 1,067 at 1,024.
-LEAST_STORED_KEYS = 128, 512
-#: At H = 64, they are also stored only if they take so many bytes: silu takes 902 or 980 us for 45
-#: x 1,426 rows of 8 heads (1 GB), but 257 or 253 for 52 x 1,250 of 2 heads (0.2 GB); a softmax
-#: takes 1,484 or 1,472 at 14 x 4,493, 891 or 878 at 84 x 778.
-LEAST_STORED_BYTES = 2**29, math.inf
+#: Gradients of scores are stored if rows see so many keys in the mean. Of ten sizes with 128 to
+#: 2,247 keys, H = 64 and 128, silu and softmax, all were faster, by 1 to 14 % (H200).
+LEAST_STORED_KEYS = 128
 
 
 class Packing(NamedTuple):

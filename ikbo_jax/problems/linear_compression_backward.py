@@ -33,12 +33,6 @@ MAX_WAVES = 4
 MAX_STEPS = 4
 
 
-def _why_not_ring(config: Any) -> str | None:
-    if config.stages < 2:
-        return f"stages must be at least 2, but is {config.stages}"
-    return hopper.why_not_smem(config, memory.smem_bytes(config.shared))
-
-
 @dataclasses.dataclass(frozen=True)
 class WeightGradientConfig(Config):
     """Tuning parameters of the kernel for a weight's gradient.
@@ -63,7 +57,9 @@ class WeightGradientConfig(Config):
             return reason
         if self.block_m % 8 or not 8 <= self.block_m <= MAX_BLOCK_M:
             return f"block_m must be a multiple of 8 from 8 to {MAX_BLOCK_M}, but is {self.block_m}"
-        return _why_not_ring(self)
+        if self.stages < 2:
+            return f"stages must be at least 2, but is {self.stages}"
+        return hopper.why_not_smem(self, memory.smem_bytes(self.shared))
 
     def splits(self, batch: int, k: int, m: int, n: int, *, problems: int, num_sms: int) -> int:
         """Counts parts of each problem's batch, whose products and `ITEM_COST` end together."""
@@ -80,26 +76,25 @@ class WeightGradientConfig(Config):
 
 @dataclasses.dataclass(frozen=True)
 class LinearCompressionBackwardConfig(Config):
-    """Tuning parameters of all kernels of linear compression's gradient, for every level.
+    """Tuning parameters of all kernels of linear compression's gradient.
 
-    `embeddings` are of the forward kernels that multiply cotangents by a transposed weight,
-    `weights` of the kernel for a weight's gradient.
+    `embeddings` are of the forward kernels that multiply each level's cotangents by a transposed
+    weight, `weight` of the kernel for the weights' gradients of all levels.
     """
 
     embeddings: tuple[EmbeddingConfig, ...]
-    weights: tuple[WeightGradientConfig, ...]
+    weight: WeightGradientConfig
 
     def illegal_reason(self, problem: LinearCompressionSizes) -> str | None:
-        if not len(self.embeddings) == len(self.weights) == len(problem.ks):
+        if len(self.embeddings) != len(problem.ks):
             return (
-                f"the configuration is for {len(self.embeddings)} and {len(self.weights)} levels, "
-                f"but the problem has {len(problem.ks)}"
+                f"the configuration is for {len(self.embeddings)} levels, but the problem has "
+                f"{len(problem.ks)}"
             )
         for level, config in enumerate(self.embeddings):
             if reason := config.illegal_reason(embedding_problem(problem, level)):
                 return reason
-        reasons = (config.illegal_reason(problem) for config in self.weights)
-        return next(filter(None, reasons), None)
+        return self.weight.illegal_reason(problem)
 
 
 def embedding_problem(problem: LinearCompressionSizes, level: int) -> LinearCompressionProblem:
@@ -114,7 +109,7 @@ def default_config(problem: LinearCompressionSizes) -> LinearCompressionBackward
     products = [embedding_problem(problem, level) for level in range(len(problem.ks))]
     embeddings = [x.default_config() or _ROWS for x in products]
     weight = _with_most_stages(_block_ms(problem.m)[0])
-    return LinearCompressionBackwardConfig(tuple(embeddings), (weight,) * len(embeddings))
+    return LinearCompressionBackwardConfig(tuple(embeddings), weight)
 
 
 def _with_most_stages(block_m: int) -> WeightGradientConfig:
@@ -176,9 +171,7 @@ class LinearCompressionBackwardTuning(Config):
             switches = (False, self.embedding_cluster, self.embedding_trim)
             finest = LinearCompressionConfig(*tile, *switches)
         weight = WeightGradientConfig(self.weight_block_m, self.weight_stages)
-        return LinearCompressionBackwardConfig(
-            (*default.embeddings[:-1], finest), (weight,) * len(default.weights)
-        )
+        return LinearCompressionBackwardConfig((*default.embeddings[:-1], finest), weight)
 
     def illegal_reason(self, problem: LinearCompressionSizes) -> str | None:
         return _why_not_sizes(problem) or self.kernels(problem).illegal_reason(problem)
@@ -202,10 +195,8 @@ class LinearCompressionBackwardProblem(LinearCompressionSizes):
             return iter(())
         finest = embedding_problem(self, len(self.ks) - 1)
         embeddings = _with_new_values(finest.row_configs())
-        default = default_config(self)
-        first = LinearCompressionBackwardTuning.of(
-            next(iter(embeddings), _ROWS), default.weights[-1]
-        )
+        default = default_config(self).weight
+        first = LinearCompressionBackwardTuning.of(next(iter(embeddings), _ROWS), default)
         weights = [
             WeightGradientConfig(block_m, stages)
             for block_m in _block_ms(self.m)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import ClassVar
 
 from ikbo_jax.problems.hopper import NUM_SMS, WARPGROUP_SIZE
-from ikbo_jax.problems.problem import Config, Problem, Ranked, by_rule
+from ikbo_jax.problems.problem import Config, Problem, Ranked
 
 #: Dtypes that the kernels accept, and bytes of a number.
 ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
@@ -159,14 +159,13 @@ class LookUpProblem(RowsProblem):
     config_type: ClassVar[type[Config]] = LookUpConfig
 
     def rank(self) -> Iterator[Ranked]:
-        """Yields the legal configurations, the most promising first."""
+        """Yields XLA, if few vectors are looked up, and the kernel's configuration, if legal."""
         if LookUpConfig().illegal_reason(self) is None:
             if self.batch * self.vectors <= FEW_VECTORS:
                 yield Ranked(None, None, "few vectors: a gather by XLA")
             # Two were 10 % slower where all take 1.3 us, and 12 % faster where they take 5 (H200).
-            accesses = (1, 2, 4) if self.batch * self.vectors < MANY_VECTORS else (2, 4, 1)
-            streams = self.bytes_read >= STREAMED_BYTES
-            yield from by_rule(LookUpConfig(x, streams) for x in accesses)
+            accesses = 1 if self.batch * self.vectors < MANY_VECTORS else 2
+            yield Ranked(None, LookUpConfig(accesses, self.bytes_read >= STREAMED_BYTES))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -177,19 +176,15 @@ class SegmentSumProblem(RowsProblem):
     config_type: ClassVar[type[Config]] = SegmentSumConfig
 
     def rank(self) -> Iterator[Ranked]:
-        """Yields the legal ways worth timing, the most promising first."""
+        """Yields XLA, if there is one user, and the kernel's configuration, if one is legal."""
         if self.why_not_rows() is not None:
             return
         if self.users == 1 and self.bytes_read <= CACHE_BYTES:
             yield Ranked(None, None, "one user: a reduction by XLA")
-        yield from by_rule(filter(self._is_legal, self._configs()))
+        yield Ranked(None, self._fastest())
 
-    def _is_legal(self, config: Config) -> bool:
-        return config.illegal_reason(self) is None
-
-    def _configs(self) -> Iterator[SegmentSumConfig]:
-        """Yields configurations that list and that share candidates, the fastest first."""
-        listings = sorted(filter(self._is_legal, self._listings()), key=self._listing_us)
+    def _fastest(self) -> SegmentSumConfig:
+        """Chooses whether CTAs list or share candidates, and how."""
         shares = [SegmentSumConfig(x, each) for each in EACH for x in COLUMNS[2:-2]]
         # CTAs with many candidates take longest; so there should be several of them on each SM.
         least = {128: 4 * NUM_SMS}
@@ -200,10 +195,11 @@ class SegmentSumProblem(RowsProblem):
         # instead of 56 where rows are gathered.
         if self.is_sorted and self.bytes_read > CACHE_BYTES and self._ctas(sharing) <= 5 * NUM_SMS:
             sharing = dataclasses.replace(sharing, unroll=8)
-        first = [sharing, *listings[:1]]
-        if listings and self._listing_us(listings[0]) < self._sharing_us(sharing):
-            first.reverse()
-        yield from dict.fromkeys([*first, *listings[1:4], *shares[:8]])
+        listings = (x for x in self._listings() if x.illegal_reason(self) is None)
+        listing = min(listings, key=self._listing_us, default=None)
+        if listing and self._listing_us(listing) < self._sharing_us(sharing):
+            return listing
+        return sharing
 
     def _listings(self) -> Iterator[SegmentSumConfig]:
         """Yields configurations whose CTAs list one user, or as many as four CTAs on an SM need."""

@@ -74,23 +74,6 @@ def seen(rule: Rule, position: Any, sequence: Sequence) -> Seen:
     return Seen(*_range(rule, position, sequence), *_gap(rule, position, sequence))
 
 
-def intervals(rule: Rule, position: Any, sequence: Sequence) -> jnp.ndarray:
-    """Computes begin and end of both intervals of keys that rows see, [..., 4] int32.
-
-    Arguments are as for `seen`; the numbers of the sequence are not clamped yet.
-    """
-    begin, end, *gap = seen(rule, position, sequence.clamped(rule))
-    gap_begin, gap_end = (jnp.minimum(x, end) for x in gap)
-    has_gap = gap_begin < gap_end
-    found = (
-        begin + 0 * end,
-        jnp.where(has_gap, gap_begin, end),
-        jnp.where(has_gap, gap_end, 0),
-        jnp.where(has_gap, end, 0),
-    )
-    return jnp.stack(found, axis=-1)
-
-
 def _range(rule: Rule, position: Any, sequence: Sequence) -> tuple[Any, Any]:
     length, contextual, targets = sequence
     is_plain = isinstance(contextual, int) and not contextual

@@ -31,8 +31,6 @@ from ikbo_jax.rewrite.values.equations import grows
 from ikbo_jax.rewrite.values.registry import Rule, register_rule, register_rules_of
 
 SCATTERS = ("scatter", "scatter-add", "scatter-max", "scatter-min", "scatter-mul")
-CUMULATIVE = ("cumlogsumexp", "cummax", "cummin", "cumprod", "cumsum")
-WINDOWS = ("reduce_window", "reduce_window_max", "reduce_window_min", "reduce_window_sum")
 
 LAZY: dict[str, Rule] = {
     # Rows by themselves.
@@ -40,12 +38,9 @@ LAZY: dict[str, Rule] = {
     **dict.fromkeys(elementwise.REDUCTIONS, elementwise.reduction),
     "call_hi_primitive": row_rules.hi_primitive,
     "conv_general_dilated": row_rules.convolution,
-    **dict.fromkeys(CUMULATIVE, elementwise.cumulative),
     "dot_general": contraction.dot_general,
-    "fft": row_rules.fft,
-    **dict.fromkeys(WINDOWS, row_rules.reduce_window),
+    **dict.fromkeys(row_rules.IN_ROWS, row_rules.in_rows),
     "sort": row_rules.sort,
-    "top_k": row_rules.top_k,
     # Movement of data.
     "broadcast_in_dim": sources.broadcast_in_dim,
     "concatenate": concatenation.concatenate,
@@ -96,7 +91,8 @@ ON_ARRAYS = (
 ON_SOME_ARRAYS: dict[str, Callable[..., bool]] = {
     **dict.fromkeys(elementwise.ELEMENTWISE, lambda _, eqn, __: grows(eqn)),
     "dot_general": one_hot.is_lookup,
-    "iota": row_rules.has_equal_rows,
+    # Along several dimensions, numbers may be equal.
+    "iota": lambda _, eqn, __: sum(n != 1 for n in eqn.params["shape"]) > 1,
 }
 
 #: The rules of values whose looked-up or concatenated axis a reshape merges or splits.
@@ -114,13 +110,10 @@ RESHAPED: dict[str, Rule] = {
 MERGED: dict[str, Rule] = RESHAPED | {"sharding_constraint": row_rules.sharding_constraint}
 #: The rules of those among them whose looked-up axis a reshape splits.
 SPLIT: dict[str, Rule] = RESHAPED | {
-    **dict.fromkeys(
-        (*CUMULATIVE, "optimization_barrier", "rev", "sort", "split", "top_k"),
-        reshaped_rules.in_place,
-    ),
+    **dict.fromkeys(row_rules.IN_ROWS, reshaped_rules.in_rows),
+    **dict.fromkeys(("optimization_barrier", "rev", "sort", "split"), reshaped_rules.in_place),
     "dynamic_slice": reshaped_rules.dynamic_slice,
-    "fft": reshaped_rules.fft,
-    **dict.fromkeys((*WINDOWS, "pad", "slice"), reshaped_rules.dimension_wise),
+    **dict.fromkeys(("pad", "slice"), reshaped_rules.dimension_wise),
     **dict.fromkeys(SCATTERS, reshaped_lookups.scatter),
     "scan": control_flow.scan,
     "stack": reshaped_rules.stack,

@@ -20,7 +20,6 @@ import test_interpret_few_queries as few_queries
 import test_interpret_gated_linear as gated_linear
 import test_interpret_gdpa as gdpa
 import test_interpret_gdpa_backward as gdpa_backward
-import test_interpret_gdpa_backward_masks as gdpa_backward_masks
 import test_interpret_gdpa_masks as gdpa_masks
 import test_interpret_linear_compression as linear_compression
 import test_interpret_linear_compression_backward as linear_compression_backward
@@ -59,7 +58,7 @@ KERNELS: dict[str, tuple[Callable[..., None], dict[str, Any]]] = {
     "gdpa": (gdpa.check, gdpa.CASES),
     "gdpa_masks": (gdpa_masks.check, gdpa_masks.CASES),
     "gdpa_backward": (gdpa_backward.check, gdpa_backward.CASES),
-    "gdpa_backward_masks": (gdpa_backward_masks.check, gdpa_backward_masks.CASES),
+    "gdpa_backward_masks": (gdpa_backward.check, gdpa_backward.MASKED),
     "linear_compression": (linear_compression.check, linear_compression.CASES),
     "packed_compression": (linear_compression.check, small_compression.PACKED),
     "resident_compression": (linear_compression.check, small_compression.RESIDENT),

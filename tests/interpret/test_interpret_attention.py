@@ -202,7 +202,7 @@ def assert_correct(results, inputs, case, where=...) -> None:
     """
     options: Any = {"scale": case.scale, "logit_cap": case.logit_cap, "ranges": case.ranges}
     oracle, oracle_lse = oracle_attention.numpy_attention_oracle(inputs, **options, **case.own)
-    plain = oracle_attention.numpy_attention_of_rounded_weights(inputs, **options, **case.own)
+    plain, _ = oracle_attention.materialised(*inputs, **options, **case.own)
     out, lse = map(np.asarray, results)
     problems.assert_within_error_rule(out[where], oracle[where], plain[where])
     np.testing.assert_allclose(lse[where], oracle_lse[where], rtol=1e-5, atol=1e-5)

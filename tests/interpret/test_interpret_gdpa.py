@@ -24,7 +24,6 @@ from ikbo_jax.pallas.worklist import by_xla
 from ikbo_jax.pallas.worklist.lists import Offsets
 from ikbo_jax.problems import GdpaConfig, ShortGdpaConfig
 from ikbo_jax.problems.hopper import NUM_CONSUMERS, TILE_ROWS
-from ikbo_jax.reference import gdpa as reference
 from ikbo_jax.reference.gdpa import Arrays, Settings
 
 pytestmark = [pytest.mark.usefixtures("on_cpu"), pytest.mark.slow]
@@ -211,17 +210,14 @@ def attend(arrays: Arrays, case: Case) -> jax.Array:
     return jax.block_until_ready(out)
 
 
-materialised = jax.jit(reference.materialised, static_argnums=1)
-
-
 def assert_correct(out: Any, arrays: Arrays, case: Case) -> None:
     """Holds the result to the error rule, against the oracle in f64; one that knows approximations
     is the materialised one in f32."""
     oracle: Any = problems_gdpa.numpy_oracle(arrays, case.settings)
     if case.approx is not None:
         wide = arrays._replace(query=arrays.query.astype(jnp.float32))
-        oracle = materialised(wide, case.settings)
-    plain = problems_gdpa.same_dtype_gdpa(arrays, case.settings)
+        oracle = problems_gdpa.materialised(wide, case.settings)
+    plain = problems_gdpa.materialised(arrays, case.settings)
     problems.assert_within_error_rule(out, oracle, plain)
 
 
@@ -332,7 +328,7 @@ def test_interpreted_short_softmax_returns_lse(finds_tiles, launches) -> None:
         num_sms=1,
     )
     launches.assert_no_races(1)
-    plain = problems_gdpa.same_dtype_gdpa(arrays, settings)
+    plain = problems_gdpa.materialised(arrays, settings)
     oracle = problems_gdpa.numpy_oracle(arrays, settings)
     problems.assert_within_error_rule(out, oracle, plain)
     expected = problems_gdpa.numpy_lse(arrays, settings)

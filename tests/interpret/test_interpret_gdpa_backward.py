@@ -1,8 +1,13 @@
-"""The backward kernels of generalised dot-product attention, interpreted under a race detector."""
+"""The backward kernels of generalised dot-product attention, interpreted under a race detector.
+
+Without masks, and with them.
+"""
 
 import dataclasses
 import functools
+import math
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -10,13 +15,17 @@ import numpy as np
 import planted
 import problems
 import problems_gdpa
+import problems_masks
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from problems_gdpa import Shape
+from problems_masks import causal, hstu_case, intervals_case
 
-from ikbo_jax.ops import gdpa
+from ikbo_jax.ops import gdpa, gdpa_mask
 from ikbo_jax.ops import gdpa_backward as op
 from ikbo_jax.pallas.gdpa_backward import softmax
+from ikbo_jax.pallas.worklist import by_xla
+from ikbo_jax.pallas.worklist.lists import Works
 from ikbo_jax.problems import GdpaBackwardConfig, gdpa_backward
 from ikbo_jax.reference import gdpa_chunked, gdpa_chunked_vjp
 from ikbo_jax.reference.gdpa import Arrays, Settings
@@ -27,12 +36,30 @@ pytestmark = [pytest.mark.usefixtures("on_cpu"), pytest.mark.slow]
 CONFIG = GdpaBackwardConfig(block=32, stages=2)
 
 
+@pytest.fixture(autouse=True)
+def _listed_past_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fills lists of tiles past their last entry, which is arbitrary, with their first tile."""
+    works = by_xla.works
+
+    def filled(*args: Any, **options: Any) -> Works:
+        found = works(*args, **options)
+        of_rows = []
+        for work in (found.queries, found.keys):
+            is_tile = jnp.arange(work.tiles.shape[0]) < work.counts[1]
+            tiles = jnp.where(is_tile[:, None], work.tiles, work.tiles[:1])
+            of_rows.append(work._replace(tiles=tiles))
+        return found._replace(queries=of_rows[0], keys=of_rows[1])
+
+    monkeypatch.setattr(by_xla, "works", filled)
+
+
 @dataclasses.dataclass(frozen=True)
 class Case:
     """A problem, and how the kernels cut it.
 
     `limits` are those of the lengths; with `is_wide`, gradients of keys and values stay in f32;
-    `factor` multiplies the scale of the scores.
+    `factor` multiplies the scale of the scores; with `stores`, one launch stores the gradients of
+    scores for the other.
     """
 
     shape: Shape
@@ -44,6 +71,8 @@ class Case:
     is_wide: bool = False
     factor: float = 1.0
     logit_cap: float | None = None
+    mask: problems_masks.Case | None = None
+    stores: bool = False
 
     @property
     def settings(self) -> Settings:
@@ -98,9 +127,54 @@ CASES = {
 }
 
 
-def gradients(arrays: Arrays, case: Any) -> tuple[jax.Array, ...]:
-    """Runs both kernels of a case, which may have a mask."""
-    settings = case.settings
+def masked(shape: Shape, mask: problems_masks.Case, activation: Any = "silu", **rest: Any) -> Case:
+    return Case(shape, activation, mask=mask, **{"config": GdpaBackwardConfig(64, 2), **rest})
+
+
+SHARED = Shape((40, 3, 0, 70), (66, 5), 2, 1, 64, (0, 0, 1, 0), before=1, after=3)
+POOLED = Shape(3, (66, 0), 1, 1, 64)
+NOTHING = Shape((70,), (66,), 1, 1, 64)
+MASKED = {
+    # Key heads are shared; the second consumer has no rows in most tiles.
+    "stored_grouped": masked(
+        Shape((3, 200, 60), (3, 200, 60), 2, 1, 128, after=3), causal(), num_sms=3, stores=True
+    ),
+    "stored_softmax_h64": masked(
+        Shape((3, 200), (3, 200), 2, 2, 64), causal(), "softmax", num_sms=2, stores=True
+    ),
+    # The first consumer skips the second tile's last block, in which the other one needs its mask;
+    # with two stages, the skipped block's stage must be free for the end of the tile.
+    "causal": masked(Shape((150, 20), (150, 20), 1, 1, 64), causal()),
+    # Blocks before the window are not loaded; queries continue a prefix.
+    "window_softmax_h96_f16": masked(
+        Shape((3, 66), (70, 130), 2, 1, 96, before=1, after=2),
+        causal(9),
+        "softmax",
+        dtype="float16",
+        num_sms=2,
+        config=GdpaBackwardConfig(64, 3),
+        stores=True,
+    ),
+    # Between history and targets, blocks that no row sees.
+    "targets_h128": masked(
+        Shape((260,), (260,), 1, 1, 128),
+        hstu_case((130,), 3),
+        "gelu_tanh",
+        config=GdpaBackwardConfig(64, 3),
+    ),
+    # Some rows see nothing; sequences share keys, and eight SMs divide their queries into parts.
+    "intervals_in_parts": masked(
+        SHARED, intervals_case(SHARED, 2), ("relu", "silu"), num_sms=8, logit_cap=1.5
+    ),
+    "intervals_shared_softmax": masked(SHARED, intervals_case(SHARED, 2), "softmax", logit_cap=1.5),
+    "pooled_softmax": masked(POOLED, intervals_case(POOLED, 1), "softmax"),
+    "nothing": masked(NOTHING, intervals_case(NOTHING._replace(kv_lens=(0,)), 1), "identity"),
+}
+
+
+def gradients(arrays: Arrays, case: Case, rule: Any = None) -> tuple[jax.Array, ...]:
+    """Runs both kernels of a case on arrays that have the mask's intervals, or also its rule."""
+    settings = case.settings._replace(rule=rule)
     d_out = problems_gdpa.cotangent(arrays, settings)
     residuals = forward(arrays, settings)
 
@@ -142,7 +216,8 @@ def plain_vjp(arrays: Arrays, settings: Settings, d_out: jax.Array) -> tuple[jax
 def assert_correct(actual, arrays, case, where=(..., ..., ...)) -> None:
     """Holds every gradient to the error rule, against the oracle in f64."""
     d_out = problems_gdpa.cotangent(arrays, case.settings)
-    expected = problems_gdpa.numpy_gradients(arrays, case.settings, d_out)
+    rule = case.mask and case.mask.rule
+    expected = problems_gdpa.numpy_gradients(arrays, case.settings, d_out, rule)
     plain = plain_vjp(arrays, case.settings, d_out)
     if case.factor != 1:
         found = problems_gdpa.numpy_gradients(arrays, case.settings, d_out, dtype=plain[0].dtype)
@@ -161,14 +236,21 @@ def check(case: Case) -> None:
     arrays = problems_gdpa.make_arrays(case.shape, case.dtype)
     problem = gdpa._OP.problem(gdpa._Call(None, case.settings), arrays)
     assert gdpa_backward.illegal_reason(problem) is None
-    assert_correct(gradients(arrays, case), arrays, case)
+    settings = case.settings
+    if case.mask is not None:
+        arrays = gdpa_mask.with_intervals(case.mask.mask, arrays, settings)
+        arrays, settings = gdpa_mask.with_rule(case.mask.mask, arrays, settings)
+    least = 0 if case.stores else math.inf
+    with mock.patch.object(gdpa_backward, "LEAST_STORED_KEYS", least):
+        found = gradients(arrays, case, settings.rule)
+    assert_correct(found, arrays, case)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", CASES | MASKED)
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
 def test_interpreted_gradients_are_right_and_free_of_races(name, launches) -> None:
     """Rows of no sequence are NaN."""
-    check(CASES[name])
+    check((CASES | MASKED)[name])
     launches.assert_no_races(2)
 
 

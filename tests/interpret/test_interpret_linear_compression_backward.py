@@ -37,7 +37,7 @@ class Case(problems.CompressionCase):
     @property
     def config(self) -> LinearCompressionBackwardConfig:
         levels = len(self.ks)
-        return LinearCompressionBackwardConfig((FORWARD,) * levels, (WEIGHT,) * levels)
+        return LinearCompressionBackwardConfig((FORWARD,) * levels, WEIGHT)
 
     @property
     def launches(self) -> int:

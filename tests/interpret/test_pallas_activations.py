@@ -7,7 +7,6 @@ import functools
 import types
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import problems_gdpa
@@ -59,17 +58,6 @@ def test_nan_stays_and_infinity_is_no_finite_value(approx: str | None, name: str
     assert np.isnan(slope[0]) or is_constant
 
 
-def test_heads_have_their_own_activation() -> None:
-    names = ("gelu", "identity", "gelu", "relu")
-    both = jax.jit(functools.partial(kernel.activate_with_slope, names, None))
-    for head, name in enumerate(names):
-        found = both(jnp.int32(head), jnp.asarray(GRID))
-        for got, want in zip(found, activate(name, None), strict=True):
-            np.testing.assert_allclose(
-                np.ravel(got), want[AT_GRID], rtol=1e-6, atol=1e-6, err_msg=name
-            )
-
-
 # Weights of raw scores.
 
 #: XLA's tanh on CPUs is one rounding off -1 at scores near -64: 64 * 2**-24 is 3.8e-6.
@@ -92,14 +80,6 @@ def test_pairs_of_scores_become_weights_only_where_they_can() -> None:
     assert not is_packed(("gelu",))
     assert not is_packed(("silu",), scale=-0.3)
     assert not is_packed(("silu",), has_f32_range=False)
-
-
-def test_weights_of_heads_have_their_own_factors() -> None:
-    names = ("relu_squared", "gelu", "gelu_tanh", "relu_squared")
-    for head, name in enumerate(names):
-        spec = gdpa_weights.ActivationSpec(names, "tanh", 0.5, 3.0, has_f32_range=True)
-        expected = 3 * reference.elementwise(name, "tanh").value(jnp.float32(0.5) * GRID[:, :64])
-        np.testing.assert_allclose(result(spec, head, GRID[:, :64]), expected, rtol=2e-6, atol=9e-6)
 
 
 def test_narrow_weights_are_activated_scores() -> None:
@@ -141,18 +121,6 @@ def test_weights_and_slopes_times_their_factors_are_activated_scores_and_gradien
         with_slope, d_scores = gradients(spec, 0, scores, d_weights)
         close(with_slope, value, rtol=2e-6, atol=ATOL)
         close(d_scores, d_weights * expected.slope(scaled), rtol=3e-6, atol=2e-5)
-
-
-def test_slopes_of_heads_that_differ_have_no_constants() -> None:
-    names = ("relu_squared", "gelu_tanh")
-    spec = gdpa_weights.ActivationSpec(names, "tanh", 0.5, 1.0, has_f32_range=True)
-    assert gdpa_slopes.constants(spec) == (1.0, 1.0)
-    for head, name in enumerate(names):
-        expected = reference.elementwise(name, "tanh")
-        scores = GRID[:, :64]
-        value, d_scores = gradients(spec, head, scores, np.full_like(scores, 3))
-        np.testing.assert_allclose(value, expected.value(scores / 2), rtol=2e-6, atol=9e-6)
-        np.testing.assert_allclose(d_scores, 3 * expected.slope(scores / 2), rtol=3e-6, atol=3e-5)
 
 
 def test_softmax_s_weights_are_at_most_1_where_lse_is_rounded_down() -> None:

@@ -1,4 +1,4 @@
-"""The attention kernel compiled for sm_90a without a GPU: no spills, no serialised WGMMAs."""
+"""Attention's kernels compiled for sm_90a without a GPU: no spills, no serialised WGMMAs."""
 
 import dataclasses
 from typing import Any
@@ -8,9 +8,12 @@ import jax.numpy as jnp
 import offline
 import pytest
 
+from ikbo_jax.pallas.few_queries.kernel import few_queries_kernel
 from ikbo_jax.pallas.flash import attention as kernel
 from ikbo_jax.problems import AttentionConfig as Config
-from ikbo_jax.problems import AttentionProblem
+from ikbo_jax.problems import AttentionProblem, memory
+from ikbo_jax.problems.few_queries import MOST_TABLE_ROWS, MOST_TABLED, head_group
+from ikbo_jax.problems.few_queries import FewQueriesConfig as FewConfig
 from ikbo_jax.problems.hopper import WGMMA_M
 from ikbo_jax.tuning import table_rows
 
@@ -47,50 +50,53 @@ def page_table(problem: AttentionProblem) -> Any:
 class Case:
     """A problem, its configuration, and which optional arguments it has.
 
-    Without a configuration, the most promising one of this kernel.
+    Without a configuration, the most promising one of the kernel of tiles. `lists` and `bundle` are
+    of the kernel for few queries: whether CTAs list the candidates of users, and how many groups of
+    query heads one listing serves.
     """
 
     problem: AttentionProblem
-    config: Config | None = None
+    config: Config | FewConfig | None = None
     with_lengths: bool = False
     with_order: bool = False
     with_lse: bool = False
     with_own: bool = False
+    lists: bool = False
+    bundle: int = 1
 
     @property
-    def chosen(self) -> Config:
+    def chosen(self) -> Any:
         candidates = self.problem.configs()
         return self.config or next(c for c in candidates if isinstance(c, Config))
 
     def launch(self) -> tuple[Any, ...]:
         """The kernel's host function, and the shapes it takes."""
-        p = self.problem
+        p, is_for_few = self.problem, isinstance(self.config, FewConfig)
 
-        def fn(query, key, value, cand_to_user, lengths, numbers, own, pages):
+        def fn(query, key, value, cand_to_user, lengths, numbers, ranges, own, pages):
+            options = {
+                "scale": p.head_dim**-0.5,
+                "logit_cap": 30.0 if p.has_logit_cap else None,
+                "self_key": own,
+                "self_value": own,
+                "page_table": pages,
+                "return_residuals": self.with_lse,
+                "config": self.chosen,
+                "num_sms": NUM_SMS,
+            }
+            arrays = query, key, value, cand_to_user, lengths
+            if is_for_few:
+                options |= {"targets": numbers, "lists": self.lists}
+                return few_queries_kernel(*arrays, ranges, **options)
             # Candidates in any order are read and stored in place, or copied and stored elsewhere.
             order, targets = (None, numbers) if p.q_len % WGMMA_M else (numbers, None)
-            return kernel.attention_kernel(
-                query,
-                key,
-                value,
-                cand_to_user,
-                lengths,
-                scale=p.head_dim**-0.5,
-                order=order,
-                targets=targets,
-                self_key=own,
-                self_value=own,
-                page_table=pages,
-                return_residuals=self.with_lse,
-                config=self.chosen,
-                num_sms=NUM_SMS,
-                logit_cap=30.0 if p.has_logit_cap else None,
-            )
+            return kernel.attention_kernel(*arrays, order=order, targets=targets, **options)
 
         shapes = operands(p, has_lengths=self.with_lengths, page=p.page)
         own = jax.ShapeDtypeStruct((p.batch, 1, p.kv_heads, p.head_dim), jnp.dtype(p.dtype))
-        numbers = shapes[3] if self.with_order else None
-        return fn, *shapes, numbers, own if self.with_own else None, page_table(p)
+        numbers = shapes[3] if self.with_order and not self.lists else None
+        ranges = jax.ShapeDtypeStruct((p.batch, 2), jnp.int32) if p.has_ranges else None
+        return fn, *shapes, numbers, ranges, own if self.with_own else None, page_table(p)
 
 
 def of(config: Config | None = None, **sizes: Any) -> Case:
@@ -185,3 +191,180 @@ def shipped_rows() -> dict[str, Case]:
 @pytest.mark.parametrize("name", shipped_rows())
 def test_offline_table_row_is_fit(name: str, compiler: offline.Compiler) -> None:
     assert_fit(shipped_rows()[name], compiler)
+
+
+# The kernel for few queries.
+
+
+def few(
+    head_dim: int,
+    config: FewConfig,
+    heads: tuple[int, int] = (4, 4),
+    *,
+    with_options: bool = True,
+    lists: bool = False,
+    bundle: int = 1,
+    **changes: Any,
+) -> Case:
+    """A case of the kernel for few queries; `changes` are fields of its problem."""
+    default = AttentionProblem(1024, 16, 1, 512, *heads, head_dim, "bfloat16")
+    case = Case(dataclasses.replace(default, **changes), config, lists=lists, bundle=bundle)
+    return every_option(case) if with_options else case
+
+
+FEW = {
+    "h64": few(64, FewConfig()),
+    "h64_plain": few(64, FewConfig(), with_options=False),
+    "h64_wide": few(64, FewConfig(tile_rows=128)),
+    "h64_split": few(64, FewConfig(splits=4)),
+    "h64_turns": few(64, FewConfig(128, 1, 128, 4, 4, turns=True)),
+    "h128_blocks_of_64": few(128, FewConfig(64, 2, 64, 4, 4), with_options=False),
+    "h64_one_user_t64": few(
+        64, FewConfig(64, 1, 128, 5, 5, 4), (1, 1), batch=69, users=1, q_len=64, kv_len=128
+    ),
+    "h64_f16_gqa": few(64, FewConfig(), (8, 2), q_len=5, dtype="float16"),
+    "h96": few(96, FewConfig(block_kv=64)),
+    "h128_wide": few(128, FewConfig(128, 1, 64, 4, 3)),
+    "h128": few(128, FewConfig(64, 1, 128, 2, 2)),
+    "h96_gqa_split": few(96, FewConfig(64, 2, 64, 5, 5), (8, 2)),
+    "h128_gqa": few(128, FewConfig(64, 1, 64, 4, 4), (8, 2)),
+    "h128_gqa_capped": few(128, FewConfig(64, 1, 64, 4, 4), (20, 4), has_logit_cap=True),
+    "h256_capped": few(256, FewConfig(64, 1, 64, 2, 2), has_logit_cap=True),
+    "h128_gqa_plain": few(128, FewConfig(64, 2, 32, 5, 5), (8, 2), with_options=False),
+    # Keys and values that L2 does not hold: a user's row slots are neighbours.
+    "h128_wide_neighbours": few(
+        128, FewConfig(128, 1, 64, 3, 3), batch=7918, users=565, q_len=8, kv_len=768
+    ),
+    "h64_wide_turns_neighbours": few(
+        64,
+        FewConfig(128, 1, 128, 5, 5, turns=True),
+        (8, 8),
+        with_options=False,
+        batch=947,
+        users=63,
+        q_len=4,
+        kv_len=10880,
+    ),
+    "h128_gqa_split_neighbours": few(
+        128, FewConfig(64, 2, 64, 4, 4), (8, 2), batch=700, users=300, q_len=8, kv_len=4096
+    ),
+    "h64_listed_gqa": few(
+        64,
+        FewConfig(128, 1, 128, 4, 4, 4),
+        (2, 1),
+        with_options=False,
+        lists=True,
+        batch=4723,
+        users=98,
+        kv_len=172,
+    ),
+    "h64_listed_most": few(64, FewConfig(128, 2), (1, 1), lists=True, batch=16384, users=16),
+    "h128_listed": few(128, FewConfig(64, 1, 128, 2, 2), (1, 1), lists=True, users=99),
+    "h96_listed_gqa_split": few(
+        96,
+        FewConfig(64, 2, 64, 5, 5),
+        (8, 2),
+        lists=True,
+        bundle=2,
+        q_len=3,
+        batch=120,
+        users=60,
+    ),
+    # One listing serves all heads, or half of them.
+    "h64_listed_bundles": few(
+        64,
+        FewConfig(64, 1, 128, 5, 5, 4),
+        with_options=False,
+        lists=True,
+        bundle=2,
+        batch=4000,
+        users=159,
+        kv_len=99,
+    ),
+    "h128_listed_bundles": few(
+        128,
+        FewConfig(64, 1, 64, 4, 4),
+        (8, 8),
+        lists=True,
+        bundle=8,
+        batch=2800,
+        users=54,
+        kv_len=100,
+    ),
+    "h192": few(192, FewConfig(64, 1, 64, 3, 3)),
+    "h192_split": few(192, FewConfig(64, 2, 32, 5, 5), with_options=False),
+    "h192_listed": few(192, FewConfig(64, 1, 64, 3, 3), (1, 1), lists=True, users=99),
+    "h256": few(256, FewConfig(64, 1, 64, 2, 2)),
+    "h256_gqa_split": few(256, FewConfig(64, 3, 32, 4, 4), (8, 2), q_len=5, dtype="float16"),
+    "h256_turns": few(256, FewConfig(64, 1, 64, 2, 2, turns=True), with_options=False),
+    # 128 rows of wide heads: each consumer has its rows, and all columns.
+    "h192_wide": few(192, FewConfig(128, 1, 64, 3, 2, turns=True)),
+    "h192_wide_gqa_split": few(192, FewConfig(128, 2, 64, 3, 3, 1), (8, 2), with_options=False),
+    "h192_wide_listed": few(192, FewConfig(128, 1, 64, 2, 2), (1, 1), lists=True, users=99),
+    "h256_wide": few(256, FewConfig(128, 1, 32, 3, 3)),
+    "h256_wide_plain": few(256, FewConfig(128, 1, 64, 2, 2, 1), with_options=False),
+    "h256_wide_lengths": few(256, FewConfig(128, 1, 64, 2, 2, 1)),
+    "h256_wide_gqa_split": few(
+        256, FewConfig(128, 3, 32, 5, 5, 1), (8, 2), q_len=5, dtype="float16"
+    ),
+    "h256_wide_listed": few(256, FewConfig(128, 1, 32, 3, 3), (1, 1), lists=True, users=99),
+    "h192_blocks_of_80": few(192, FewConfig(64, 1, 80, 3, 2, turns=True)),
+    "h192_blocks_of_80_listed": few(
+        192, FewConfig(64, 1, 80, 3, 2, turns=True), (1, 1), lists=True, users=99
+    ),
+    "h256_blocks_of_80": few(256, FewConfig(64, 1, 80, 2, 2, turns=True)),
+    "h256_blocks_of_80_gqa_plain": few(
+        256, FewConfig(64, 1, 80, 2, 2, turns=True), (8, 2), with_options=False
+    ),
+    # The index is searched: it is too long for a table.
+    "h64_gqa_searched": few(64, FewConfig(), (8, 2), batch=MOST_TABLED + 1),
+    "h128_wide_searched": few(128, FewConfig(128, 1, 64, 3, 3), batch=MOST_TABLED + 1),
+    # A table of as many candidates, users and row slots as there may be.
+    "h128_largest_table": few(
+        128, FewConfig(64, 1, 128, 2, 2), batch=MOST_TABLED, users=MOST_TABLE_ROWS, q_len=4
+    ),
+    "h128_mqa_7": few(128, FewConfig(128, 1, 64, 3, 3), (7, 1)),
+}
+#: Cases whose candidates have ranges of keys, too.
+RANGED = (
+    *("h64_plain", "h64_wide", "h64_split", "h64_turns", "h64_f16_gqa", "h96", "h128_wide", "h128"),
+    *("h128_gqa_plain", "h64_listed_most", "h128_listed_bundles", "h192", "h192_listed", "h256"),
+    *("h192_wide", "h256_wide", "h256_wide_listed", "h256_blocks_of_80"),
+    *("h128_gqa_capped", "h256_capped"),
+    *("h64_gqa_searched", "h192_blocks_of_80_listed", "h192_wide_listed", "h256_wide_gqa_split"),
+)
+for name in RANGED:
+    problem = dataclasses.replace(FEW[name].problem, has_ranges=True)
+    FEW[f"{name}_ranges"] = dataclasses.replace(FEW[name], problem=problem)
+#: Cases whose candidates have an own token, too.
+FEW_OWN = (
+    *("h64_plain", "h64_split", "h64_f16_gqa", "h128_wide_neighbours", "h128_ranges", "h128_mqa_7"),
+    *("h128_gqa", "h64_wide_turns_neighbours", "h192_wide_gqa_split", "h256_wide_gqa_split"),
+    *("h256_gqa_split", "h256_blocks_of_80_gqa_plain", "h64_wide_ranges"),
+)
+FEW |= {f"{name}_own": dataclasses.replace(FEW[name], with_own=True) for name in FEW_OWN}
+#: Shared memory has room for a ring of own tokens, but the ring of keys is short.
+SHORT = few(128, FewConfig(64, 1, 128, 2, 2), (20, 4), with_options=False)
+FEW["h128_gqa_short_own"] = dataclasses.replace(SHORT, with_own=True)
+#: Cases whose keys and values are in pages of 128 positions.
+FEW_PAGED = ("h64", "h64_split", "h128_wide_ranges", "h128_listed", "h128_gqa", "h256_wide", "h192")
+for name in FEW_PAGED:
+    problem = dataclasses.replace(FEW[name].problem, page=128)
+    FEW[f"{name}_pages"] = dataclasses.replace(FEW[name], problem=problem)
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("name", FEW)
+def test_offline_kernel_for_few_queries_is_fit(name: str, compiler: offline.Compiler) -> None:
+    case = FEW[name]
+    assert case.config.illegal_reason(case.problem) is None
+    (compiled,) = compiler.compile_fit(*case.launch())
+    table = None if case.lists else case.config.table(case.problem)
+    group = head_group(case.problem.q_heads, case.problem.kv_heads)
+    own = case.config.own_stages(case.problem.q_len, group) if case.with_own else None
+    sizes = own, case.problem.head_dim, group
+    _, shared = case.config.shared_with_own(*sizes, lists=case.lists, table=table)
+    assert compiled.smem_bytes == memory.smem_bytes(shared)
+    if case.lists:
+        assert case.config.lists(case.problem, NUM_SMS)
+        assert case.config.listings(case.problem, NUM_SMS).bundle == case.bundle

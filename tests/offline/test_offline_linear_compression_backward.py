@@ -67,7 +67,7 @@ def test_offline_kernels_are_fit(name: str, compiler: offline.Compiler) -> None:
 @pytest.mark.parametrize("name", CONFIGS)
 def test_offline_weight_kernel_of_every_kind(name: str, compiler: offline.Compiler) -> None:
     problem, weight = dataclasses.replace(DEFAULT, batches=(1024,), ks=(866,)), CONFIGS[name]
-    config = dataclasses.replace(configs.default_config(problem), weights=(weight,))
+    config = dataclasses.replace(configs.default_config(problem), weight=weight)
     assert config.illegal_reason(problem) is None
     kernel, _ = compiler.compile_fit(*launch(problem, config))
     assert kernel.name == "ikbo_linear_compression_d_weight"

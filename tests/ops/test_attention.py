@@ -95,7 +95,7 @@ def test_own_tokens_are_within_the_error_rule(name: str, dtype: str, count: int)
     own = own_tokens(SHAPES[name], count, dtype)
     results = attend(inputs, scale=SCALE, return_residuals=True, **own)
     exact = oracle_attention.numpy_attention_oracle(inputs, scale=SCALE, **own)
-    plain, _ = oracle_attention.same_dtype_attention(*inputs, scale=SCALE)
+    plain, _ = oracle_attention.materialised(*inputs, scale=SCALE)
     without, _ = oracle_attention.numpy_attention_oracle(inputs, scale=SCALE)
     # The user's part is rounded once before it is merged.
     bound = 2 * np.max(np.abs(np.asarray(plain, np.float64) - without))
@@ -151,7 +151,7 @@ def test_value_and_gradients_are_within_the_error_rule(name: str, dtype: str) ->
         each = []
         for run in (
             ours,
-            lambda arrays: oracle_attention.same_dtype_attention(*arrays, scale=SCALE),
+            lambda arrays: oracle_attention.materialised(*arrays, scale=SCALE),
         ):
             results, pull_back = jax.vjp(
                 lambda *x, run=run: run(problems.AttentionInputs(*x, *inputs[3:])), *floats
@@ -191,7 +191,7 @@ def test_memory_holds_neither_copies_nor_all_scores(users: int, differentiate: b
         return ikbo.attention(query, key, value, index, **options)
 
     def copies(*arrays):
-        return oracle_attention.same_dtype_attention(*arrays, scale=SCALE)[0]
+        return oracle_attention.materialised(*arrays, scale=SCALE)[0]
 
     scores_bytes = 4 * batch * q_len * heads * kv_len
     copies_bytes = 2 * 2 * batch * kv_len * heads * width

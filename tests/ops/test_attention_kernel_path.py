@@ -113,27 +113,6 @@ class TestKernelPath:
         attend(several, indices_are_sorted=True)
         assert [call["has_order"] for call in fake_attention.calls] == [False, True, False]
 
-    def test_gradients_of_both_orders(self, fake_attention) -> None:
-        inputs = problems.make_attention_inputs(self.SHAPE)
-        own = own_tokens(self.SHAPE, 1, "bfloat16")
-
-        def slope(inputs, own, run):
-            gradients = jax.grad(loss_of(inputs, run), argnums=(0, 1, 2, 3))
-
-            def square(*x):
-                leaves = jax.tree.leaves(gradients(*x))
-                return sum(jnp.sum(g.astype(jnp.float32) ** 2) for g in leaves)
-
-            return jax.value_and_grad(square, argnums=(0, 1, 2, 3))(*inputs[:3], own)
-
-        kernel = functools.partial(ours, implementation="mosaic_gpu")
-        run = jax.jit(lambda x, y, own, wide: (slope(x, own, kernel), slope(y, wide, oracle)))
-        wide = jax.tree.map(lambda x: np.asarray(x, np.float32), own)
-        actual, expected = run(inputs, in_float32(inputs), own, wide)
-        problems.assert_near(actual, expected, 0.05)
-        assert fake_attention.calls
-        assert fake_attention.backward_calls
-
 
 class TestGradientByTheKernel:
     """What the op passes on to the gradient's kernel, and where XLA computes the gradient."""

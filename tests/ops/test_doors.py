@@ -42,35 +42,6 @@ def test_nnx_attention_takes_users_at_their_own_batch() -> None:
     assert (plan.problem.batch, plan.problem.users) == (5, 2)
 
 
-def test_nnx_model_with_the_index_as_an_argument() -> None:
-    class Model(nnx.Module):
-        def __init__(self) -> None:
-            self.attend = nnx.MultiHeadAttention(
-                2, 8, 16, in_kv_features=12, decode=False, rngs=nnx.Rngs(0)
-            )
-
-        def __call__(self, x_cand: Any, x_user: Any, index: Any) -> Any:
-            attend = copy.copy(self.attend)
-            attend.attention_fn = attention_fn(index)
-            return attend(x_cand, x_user)
-
-    model = Model()
-
-    @nnx.jit
-    @nnx.grad
-    def gradient(model: Any, index: Any) -> Any:
-        return jnp.sum(model(X_CAND, X_USER, index) ** 2)
-
-    @nnx.grad
-    def on_copies(model: Any, index: Any) -> Any:
-        return jnp.sum(model.attend(X_CAND, X_USER[index]) ** 2)
-
-    with jax.numpy_rank_promotion("allow"):
-        found, expected = (jax.tree.leaves(f(model, INDEX)) for f in (gradient, on_copies))
-    for x, y in zip(found, expected, strict=True):
-        np.testing.assert_allclose(x, y, atol=1e-4)
-
-
 def test_linen_attention_takes_users_at_their_own_batch() -> None:
     make = functools.partial(linen.MultiHeadDotProductAttention, 2, qkv_features=16)
     with jax.numpy_rank_promotion("allow"):

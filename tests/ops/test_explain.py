@@ -108,6 +108,18 @@ def test_sees_through_transformations(fn, times: int) -> None:
     assert [plan.op for plan in ikbo.explain(fn, *INPUTS).plans] == OPS_OF_MODEL * times
 
 
+@pytest.mark.parametrize("transform", [jax.jit, jax.grad])
+def test_explains_what_a_transformed_function_calls(transform) -> None:
+    found = []
+
+    def explained(*inputs):
+        found.extend(ikbo.explain(model, *inputs).plans)
+        return loss(*inputs)
+
+    transform(explained)(*INPUTS)
+    assert [plan.op for plan in found] == OPS_OF_MODEL
+
+
 def test_vmap_shows_the_problem_that_runs() -> None:
     batched = jax.tree.map(lambda x: jnp.stack([x] * 4), INPUTS)
     shared_weights = jax.vmap(ikbo.linear_compression, (None, None, 0, 0, 0))

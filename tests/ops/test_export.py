@@ -21,7 +21,7 @@ from small_kernels import prefer_kernels
 from training_runs import network_and_request
 
 import ikbo_jax as ikbo
-from ikbo_jax.layers import HstuCache, functional
+from ikbo_jax.layers import HstuCache
 from ikbo_jax.models import ranking
 from ikbo_jax.ops import dispatch, target
 
@@ -308,7 +308,9 @@ def test_constants_of_a_traced_function_are_planned_for_the_target() -> None:
     assert kernels_of(exported) == CASES["attention"][2]
 
 
-@pytest.mark.parametrize("name", ["attention_gradient", "gdpa_gradient"])
+@pytest.mark.parametrize(
+    "name", ["attention_gradient", "gdpa_gradient", "linear_compression_gradient"]
+)
 def test_second_derivatives_have_the_kernels_of_first_ones(name: str) -> None:
     fn, shapes, kernels = CASES[name]
 
@@ -345,20 +347,6 @@ def test_axes_that_xla_divides_are_refused_by_jax() -> None:
     ]
     with pytest.raises(NotImplementedError, match="serialization of host_callbacks"):
         exported_for(["cuda"], ikbo.attention, *arrays)
-
-
-def test_layers() -> None:
-    heads, out = of(128, N, H), of(N, H, 128)
-    params = {"w_query": heads, "w_key": heads, "w_value": heads, "w_out": out}
-
-    def model(params: Any, cands: Any, users: Any, index: Any, offsets: Any) -> Any:
-        attended = functional.attend(params, cands, users, index)
-        rows, memory = attended.reshape(-1, 128), users.reshape(-1, 128)
-        return functional.pffn(params, rows, memory, offsets, offsets)
-
-    arrays = (of(B, T, 128), of(U, S, 128), INDEX, of(U + 1, dtype=INT))
-    exported = exported_for(["cuda"], model, params, *arrays)
-    assert kernels_of(exported) == {ORDER: 1, ATTEND: 1, TILES: 1, GDPA_FORWARD: 1}
 
 
 SIZES = ranking.Sizes(

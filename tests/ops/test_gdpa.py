@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import problems
 import problems_gdpa
-import problems_masks
 import pytest
 from problems_gdpa import OUTPUT_SCALE, SHAPES, Shape, attend, value_and_gradients
 
@@ -46,7 +45,7 @@ def test_value_and_gradients_are_within_the_error_rule(name: str, dtype: str) ->
     runs = [functools.partial(attend, activation=names)]
     exact = problems_gdpa.exactly(arrays, settings, d_out)
     if dtype != "float32":
-        runs.append(lambda x: problems_gdpa.same_dtype_gdpa(x, settings))
+        runs.append(lambda x: problems_gdpa.materialised(x, settings))
     found, *plain = jax.jit(lambda x: [value_and_gradients(run, x, d_out) for run in runs])(arrays)
     if dtype == "float32":
         chex.assert_trees_all_close(found, jax.tree.map(np.float32, exact), atol=ATOL)
@@ -108,34 +107,6 @@ def test_bounds_that_cut_nothing(shape: Shape, max_q: int, max_kv: int) -> None:
     out = attend(arrays, activation="relu", max_seqlen_q=max_q, max_seqlen_kv=max_kv)
     exact = problems_gdpa.numpy_oracle(arrays, problems_gdpa.make_settings(shape, "relu"))
     np.testing.assert_allclose(out, exact, atol=ATOL)
-
-
-MASKED = Shape((6, 0, 9, 3), (6, 0, 9, 3), 2, 1)
-MASK = problems_masks.hstu_case((2, 0, 3, 1), 1)
-
-
-@pytest.mark.parametrize(
-    ("shape", "names", "logit_cap", "mask"),
-    [
-        (SHAPES["grouped_heads"], ("gelu",) * 6, None, None),
-        (SHAPES["pma_indexed"], ("silu", "silu", "softmax", "softmax"), None, None),
-        (Shape(3, (6, 2)), ("silu", "softmax"), 0.6, None),
-        (MASKED, ("silu", "softmax"), None, MASK),
-    ],
-    ids=["grouped_heads", "pma_indexed", "capped", "masked"],
-)
-def test_second_derivatives(shape: Shape, names: Any, logit_cap: Any, mask: Any) -> None:
-    """Of jagged sequences, and of broadcast queries by an index, which share their keys."""
-    arrays = problems_gdpa.make_arrays(shape, "float32")
-    settings = problems_gdpa.make_settings(shape, names, logit_cap=logit_cap)
-    visible = mask and problems_gdpa.seen_pairs(arrays, settings, mask.rule)
-    options = {"activation": names, "logit_cap": logit_cap, "mask": mask and mask.mask}
-    runs = (
-        functools.partial(attend, **options),
-        functools.partial(problems_gdpa.same_dtype_gdpa, settings=settings, visible=visible),
-    )
-    ours, theirs = (problems_gdpa.second_derivatives(run, arrays) for run in runs)
-    chex.assert_trees_all_close(ours, theirs, atol=1e-4, rtol=1e-4)
 
 
 def test_second_derivatives_at_a_kink() -> None:

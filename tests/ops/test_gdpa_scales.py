@@ -83,7 +83,7 @@ def test_half_precision_is_within_the_error_rule(cap: float | None) -> None:
         """Both sequences, of three rows each, by their own scales."""
         settings = problems_gdpa.settings_of(arrays, ACTIVATIONS, logit_cap=cap)
         each = [settings._replace(output_scale=float(scale)) for scale in scales]
-        first, second = (problems_gdpa.same_dtype_gdpa(arrays, x) for x in each)
+        first, second = (problems_gdpa.materialised(arrays, x) for x in each)
         return jnp.concatenate([first[:3], second[3:]])
 
     @jax.jit

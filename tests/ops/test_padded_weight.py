@@ -69,20 +69,6 @@ def test_results_and_gradients_are_the_same_bits(dtype: str, which: tuple[bool, 
     assert_same((value, unpadded), expected)
 
 
-def test_second_derivatives() -> None:
-    weights = [jnp.asarray(w, jnp.float32) for w in INPUTS[:2]]
-    floats = [jnp.asarray(x, jnp.float32) for x in ARRAYS[:2]]
-
-    def slope(w_cand: Any, w_user: Any) -> jax.Array:
-        gradient = jax.grad(loss)(w_cand, w_user, *floats, ARRAYS[2])
-        return sum(jnp.sum(g**2) for g in jax.tree.leaves(gradient))
-
-    found = jax.jit(jax.grad(slope, (0, 1)))(*map(ikbo.pad_weight, weights))
-    expected = jax.jit(jax.grad(slope, (0, 1)))(*weights)
-    for x, y in zip(found, expected, strict=True):
-        np.testing.assert_allclose(np.asarray(x.weight), np.asarray(y), rtol=1e-5)
-
-
 def vmapped(pad: Any, axis: int | None) -> jax.Array:
     two = [jnp.stack([x, x[::-1]]) for x in (*INPUTS[:2], *ARRAYS)]
     pad = pad if axis is None else jax.vmap(pad)

@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import functools
+import math
 import re
 from collections.abc import Callable
 from typing import Any
@@ -200,12 +201,67 @@ def look_up(x: jax.Array) -> jax.Array:
 
 
 SECOND = OPS | {look_up: (2, 3)}
+SEEDS = {"q_to_kv": INDEX, "activation": ("silu", "softmax"), "broadcast_q": True}
+TO_ITSELF = np.asarray([0, 2, 5], np.int32), np.asarray([0, 2, 5], np.int32)
+SELF = {"activation": ("silu", "softmax"), "scale": 0.5}
+MASK = ikbo.masks.hstu(np.asarray([1, 0], np.int32), contextual=1)
+NORMED = {"activations": ["silu"], "eps": 0.1}
+#: Functions of several arrays, and their shapes.
+SEVERAL: dict[str, tuple[Callable[..., Any], list[tuple[int, ...]]]] = {
+    "gdpa_of_seeds": (
+        lambda q, k, v: ikbo.gdpa(q, k, v, None, TO_ITSELF[1], **SEEDS),
+        [(2, 2, 3), (5, 1, 3), (5, 1, 3)],
+    ),
+    "gdpa_capped": (
+        lambda *x: ikbo.gdpa(*x, *TO_ITSELF, logit_cap=0.6, **SELF),
+        [(5, 2, 3), (5, 1, 3), (5, 1, 3)],
+    ),
+    "gdpa_masked": (
+        lambda *x: ikbo.gdpa(*x, *TO_ITSELF, mask=MASK, **SELF),
+        [(5, 2, 3), (5, 1, 3), (5, 1, 3)],
+    ),
+    "padded_weights": (
+        lambda w_cand, w_user, e_cand, e_user: ikbo.linear_compression(
+            ikbo.pad_weight(w_cand), ikbo.pad_weight(w_user), e_cand, e_user, INDEX
+        ),
+        [(2, 3), (2, 2), (3, 3, 2), (2, 2, 2)],
+    ),
+    "norm_linear": (
+        lambda x, w, b, scale: ikbo.norm_linear(x, [w], [b], norm_scale=scale, **NORMED),
+        [(3, 4), (4, 2, 2), (2, 2), (4,)],
+    ),
+    "norm_linear_recomputed": (
+        lambda x, w, b, bias: ikbo.norm_linear(
+            x, [w], [b], norm_bias=bias, recompute=("norm", "projection"), **NORMED
+        ),
+        [(3, 4), (4, 2, 2), (2, 2), (4,)],
+    ),
+    "gated_linear": (
+        lambda u, a, w, residual, scale: ikbo.gated_linear(
+            u, a, w, residual, norm_scale=scale, by_head=True, concat=True, eps=1.0
+        ),
+        [(2, 2, 3), (2, 2, 3), (18, 2), (2, 2), (2,)],
+    ),
+}
 
 
-@pytest.mark.parametrize("fn", SECOND, ids=lambda fn: fn.__name__)
-def test_second_derivatives_by_reverse_mode(fn: Callable) -> None:
+def of_one_array(name: str) -> tuple[Callable, tuple[int, ...]]:
+    """One of `SEVERAL` as a function of one array, and its shape."""
+    run, shapes = SEVERAL[name]
+    ends = np.cumsum([math.prod(shape) for shape in shapes])
+
+    def fn(x: jax.Array) -> jax.Array:
+        arrays = (y.reshape(s) for y, s in zip(jnp.split(x, ends[:-1]), shapes, strict=True))
+        return sum(jnp.sum(jnp.sin(y)) for y in jax.tree.leaves(run(*arrays)))
+
+    return fn, (int(ends[-1]),)
+
+
+@pytest.mark.parametrize("case", [*SECOND, *SEVERAL], ids=lambda x: getattr(x, "__name__", x))
+def test_second_derivatives_by_reverse_mode(case: Callable | str) -> None:
     """Also of derivatives that `vmap` maps, as `jax.jacrev` does."""
-    x = array(*SECOND[fn])
+    fn, shape = of_one_array(case) if isinstance(case, str) else (case, SECOND[case])
+    x = array(*shape)
     both = jax.jit(lambda x: [jax.jacrev(first(fn))(x) for first in (jax.grad, jax.jacrev)])(x)
     hessian, mapped = (y.reshape(x.size, x.size) for y in both)
     np.testing.assert_allclose(hessian, mapped, atol=1e-4)

@@ -71,6 +71,7 @@ def test_sanitizer():
 def test_device():
     assert os.environ["CUDA_VISIBLE_DEVICES"] in ("3", "5")
     assert os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] == "false"
+    assert os.environ["XLA_PYTHON_CLIENT_ALLOCATOR"] == "cuda_async"
 
 @pytest.mark.time_limit(100)
 def test_long():

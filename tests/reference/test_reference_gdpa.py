@@ -16,7 +16,7 @@ from jax.extend.core import jaxprs_in_params
 from problems_gdpa import ACTIVATIONS, SHAPES, Shape
 
 from ikbo_jax.reference import gdpa as reference
-from ikbo_jax.reference import gdpa_chunked, gdpa_chunked_vjp
+from ikbo_jax.reference import gdpa_chunked, gdpa_chunked_vjp, jagged
 from ikbo_jax.reference.gdpa import Arrays, Settings
 
 pytestmark = pytest.mark.slow
@@ -182,6 +182,35 @@ def test_any_offsets_and_index(data: st.DataObject) -> None:
     settings = FUZZ_SETTINGS._replace(max_seqlen_q=limits[0], max_seqlen_kv=limits[1])
     d_out = problems_gdpa.cotangent(arrays, settings)
     assert_close(*ours_and_oracle(arrays, settings, d_out))
+
+
+@pytest.mark.parametrize(
+    ("cu", "longest", "start", "length"),
+    [
+        ([0, 3, 3, 9], None, [0, 3, 3], [3, 0, 6]),
+        ([2, 8, 4, 9], None, [2, 8, 8], [6, 0, 1]),
+        ([-7, 3, 99, 4], None, [0, 3, 9], [3, 6, 0]),
+        ([0, 3, 3, 9], 2, [0, 3, 3], [2, 0, 2]),
+    ],
+)
+def test_bounds_of_bad_offsets(cu, longest, start, length) -> None:
+    found = jagged.bounds(jnp.asarray(cu, jnp.int32), 9, longest)
+    np.testing.assert_array_equal(found, (start, length))
+
+
+@pytest.mark.parametrize("batch", [1, 4, 30])
+@pytest.mark.parametrize("size", [1, 4, 50])
+@pytest.mark.parametrize("longest", [None, 1, 7])
+def test_most_tiles_is_enough_and_reached(batch: int, size: int, longest: int | None) -> None:
+    """By all ways to give 20 rows to one long sequence and short ones of one row."""
+    most = jagged.most_tiles(batch, 20, size, longest)
+    needs = []
+    for ones in range(min(batch, 21)):
+        lengths = [20 - ones, *[1] * ones] if batch > ones else [1] * batch
+        lengths = [min(n, 20 if longest is None else longest) for n in lengths]
+        needs.append(sum(-(-n // size) for n in lengths))
+    assert max(needs) <= most
+    assert longest is not None or max(needs) == most
 
 
 # Poison.

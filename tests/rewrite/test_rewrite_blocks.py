@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from lookalikes import by_hand, by_hand_stopped, without_max
-from rewrite_basics import became
+from rewrite_basics import became, report_of
 from rounding_rule import Case, describe, faults
 
 from ikbo_jax.rewrite.attention import block_attention
@@ -27,6 +27,7 @@ INDEX = np.array([1, 0, 2, 2, 0, 2, 1], np.int32)
 VALID = np.array([[0, 0, 0, 0], [1, 1, 1, 1], [1, 0, 1, 0]], bool)
 L = S + C
 ROWS, COLUMNS = np.mgrid[:L, :L]
+SELF = np.eye(L, dtype=bool)[None, None]
 
 
 @pytest.fixture(autouse=True)
@@ -73,13 +74,9 @@ MASKS: dict[str, Any] = {
     "own_may_be_hidden": _own_may_be_hidden,
     "valid_and_strict": lambda i, v: _valid(i, v) & (COLUMNS < ROWS)[None, None],
     "valid_and_causal": lambda i, v: _valid(i, v) & jnp.tril(jnp.ones((L, L), bool))[None, None],
-    "valid_or_self": lambda i, v: (
-        (_valid(i, v) | np.eye(L, dtype=bool)[None, None]) & (COLUMNS <= ROWS)[None, None]
-    ),
+    "valid_or_self": lambda i, v: (_valid(i, v) | SELF) & (COLUMNS <= ROWS)[None, None],
     "by_head": lambda i, v: np.stack([COLUMNS <= ROWS, COLUMNS >= ROWS])[None],
-    "by_candidate": lambda i, v: (
-        (jnp.arange(B * L).reshape(B, 1, 1, L) % 5 > 1) | np.eye(L, dtype=bool)[None, None]
-    ),
+    "by_candidate": lambda i, v: (jnp.arange(B * L).reshape(B, 1, 1, L) % 5 > 1) | SELF,
 }
 FILLS = ("-jnp.inf", "-1e30", "-1e9", "-1e4", "-3.0", "jnp.finfo(x.dtype).min")
 PUT_IN = {
@@ -121,21 +118,69 @@ POINTWISE = {
 }
 
 
+#: Logits with a mask and a bias: of the ages of keys [B, 1, 1, L], and of a table [1, N, L, L].
+BIASED = {
+    "table": lambda x, m, ages, table: jnp.where(m, x + table, -1e9),
+    "subtracted": lambda x, m, ages, table: jnp.where(m, x - table, -jnp.inf),
+    "alibi": lambda x, m, ages, table: jnp.where(m, x - np.abs(np.float32(COLUMNS[:1] - S)), -1e30),
+    "age of keys": lambda x, m, ages, table: jnp.where(m, x - ages, -1e9),
+    "scaled sum of several": lambda x, m, ages, table: jnp.where(m, (x + table - ages) / 2, -1e9),
+    "after an added mask": lambda x, m, ages, table: x + jnp.where(m, 0, -1e9) + table,
+    "before an added mask": lambda x, m, ages, table: x + table + jnp.where(m, 0, -1e9),
+    "that holds the mask": lambda x, m, ages, table: x + jnp.where(m, table / 2, -1e9),
+    "summed with the mask": lambda x, m, ages, table: x + (table - ages + jnp.where(m, 0, -1e9)),
+    "after a cap": lambda x, m, ages, table: jnp.where(m, 5 * jnp.tanh(x / 5) + table, -1e9),
+    # Masks alone, as a number that is added, whose dimensions another one lacks.
+    "a mask in a mask": lambda x, m, *_: x + jnp.where(SELF, 0.0, jnp.where(m, 0.0, -1e9)),
+    "a mask outside a mask": lambda x, m, *_: x + jnp.where(m, 0.0, jnp.where(SELF, 0.0, -1e9)),
+    "a product": lambda x, m, *_: x + (1.0 - m.astype(x.dtype)) * -1e9,
+    "a lifted mask": lambda x, m, *_: x + jnp.where(m[:, None], 0.0, -1e9).squeeze(1),
+    "two dimensions": lambda x, m, *_: x + jnp.where(COLUMNS <= ROWS, 0.0, -1e9)[None, None],
+    "by candidate": lambda x, m, ages, table: jnp.where(
+        m, x + jnp.sin(jnp.arange(B, dtype=x.dtype))[:, None, None, None] * table, -1e9
+    ),
+}
+AGES = RNG.uniform(0, 3, (U, S)).astype(np.float32)
+TABLE = RNG.standard_normal((1, N, L, L), np.float32)
+
+
 def pointwise(name, mask, layers=1, dtype="float32") -> Case:
-    def fn(history, own, index, valid):
+    """Weights by `POINTWISE`, or by a softmax of `BIASED`."""
+
+    def fn(history, own, index, valid, ages, table):
         scales = jnp.asarray(SCALES, own.dtype)
         x = jnp.concatenate([history[index], own], axis=1)
+        ages = jnp.concatenate([ages[index], jnp.zeros((B, C))], axis=1)[:, None, None]
         seen = MASKS[mask](index, valid)
         for _ in range(layers):
             q, k, v = (x * s[None, None] for s in scales)
             logits = jnp.einsum("btnh,bsnh->bnts", q, k)
-            weights = POINTWISE[name](logits, seen).astype(v.dtype)
+            if name in POINTWISE:
+                weights = POINTWISE[name](logits, seen).astype(v.dtype)
+            else:
+                weights = jax.nn.softmax(BIASED[name](logits, seen, ages, table), axis=-1)
             x = x + jnp.tanh(jnp.einsum("bnts,bsnh->btnh", weights, v))
         return x
 
     args = tuple(jnp.asarray(x, dtype) for x in (HISTORY, OWN))
     text = f"{dtype} {name} {mask} {layers}"
-    return Case(text, fn, (*args, jnp.asarray(INDEX), jnp.asarray(VALID)))
+    return Case(text, fn, (*args, *map(jnp.asarray, (INDEX, VALID, AGES, TABLE))))
+
+
+@pytest.mark.parametrize("mask", ["isolated", "valid_or_self"])
+@pytest.mark.parametrize("name", BIASED)
+@pytest.mark.usefixtures("models_may_promote")
+def test_a_bias_leaves_the_history_at_user_batch(name: str, mask: str) -> None:
+    biased = pointwise(name, mask, 2)
+    details = report_of(biased.fn, *biased.args).details
+    if name == "by candidate":
+        assert "bias differs by candidate" in details
+    elif name.endswith("a mask") and mask == "valid_or_self":
+        assert "its mask differs by query" in details
+    else:
+        assert "attention with own tokens" in details
+    found = faults([biased])
+    assert not found, describe(found)
 
 
 @pytest.mark.parametrize("name", POINTWISE)

@@ -152,21 +152,28 @@ def test_a_function_with_an_op_s_name_that_calls_the_op(name: str) -> None:
     close(ikbo.rewrite(model)(*args), model(*args))
 
 
-def test_a_checkpointed_layer_knows_a_mask_of_floats() -> None:
-    """As `flax.linen.make_causal_mask` and `remat` have it."""
+@pytest.mark.parametrize("dtype", ["float32", "bool"])
+def test_a_checkpointed_layer_knows_the_mask_that_it_closes_over(dtype: str) -> None:
+    """As `flax.linen.make_causal_mask` and `remat` have it, and padding."""
     history = jnp.sin(jnp.arange(U * 8.0 * D)).reshape(U, 8, D)
+    lengths = jnp.arange(U, dtype=jnp.int32) % 8 + 1
 
-    @jax.checkpoint
-    def layer(x, mask, w):
-        logits = jnp.where(mask[None] > 0, jnp.einsum("bqd,bkd->bqk", x, x @ w), -1e9)
-        return x + jnp.einsum("bqk,bkd->bqd", jax.nn.softmax(logits), jnp.tanh(x @ w))
-
-    def fn(w, history, cand, index):
-        mask = (jnp.arange(9)[:, None] >= jnp.arange(9)[None]).astype(jnp.float32)
+    def fn(w, history, lengths, cand, index):
         x = jnp.concatenate([history[index], cand[:, None]], axis=1)
-        return layer(layer(x, mask, w), mask, w)[:, -1]
+        kept = jnp.arange(8)[None] < lengths[index, None]
+        kept = jnp.concatenate([kept, jnp.ones((len(index), 1), bool)], axis=1)
+        seen = jnp.tri(9, dtype=bool)[None] & kept[:, None] | jnp.eye(9, dtype=bool)[None]
+        mask = seen.astype(dtype)
 
-    args = A.w[:D, :D], history, jnp.cos(A.user[A.index]), A.index
+        @jax.checkpoint
+        def layer(x):
+            logits = jnp.einsum("bqd,bkd->bqk", x, x @ w)
+            weights = jax.nn.softmax(jnp.where(mask.astype(bool), logits, -1e9))
+            return x + jnp.einsum("bqk,bkd->bqd", weights, jnp.tanh(x @ w))
+
+        return layer(x)[:, -1]
+
+    args = A.w[:D, :D], history, lengths, jnp.cos(A.user[A.index]), A.index
     check_values_and_gradients(fn, *args)
     costs = report_of(fn, *args).costs
     assert costs.rewritten.flops < 0.6 * costs.original.flops

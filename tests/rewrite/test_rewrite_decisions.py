@@ -62,6 +62,18 @@ LEFT = {
         "(jnp.exp(x - (2 * x).max(-1, keepdims=True))))(L(q)))",
         "attention is not recognised: ",
     ),
+    "bias of other logits": (
+        "x = L(q)\nout = mix(softmax(x + jnp.sin(x[:, :1])))",
+        "slice of its logits",
+    ),
+    "bias of masked logits": (
+        "mix(softmax(jnp.where(M, L(q), -1e9) + n[i][:, None, None, None] * at))",
+        "a bias is added to masked logits",
+    ),
+    "bias of another lookup": (
+        "mix(softmax(L(q) + jnp.repeat(n[:, None] * at, B // U, axis=0)[:, None, None]))",
+        "not looked up like its keys",
+    ),
     "heads merged first": (
         "jnp.einsum('bms,bsh->bmh', softmax(L(q)).reshape(B, -1, S), v[i].sum(2))",
         "attention is not recognised: ",

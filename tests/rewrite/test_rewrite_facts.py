@@ -1,8 +1,5 @@
 """Curves, the proof of activations, and facts about values, each on its own."""
 
-import functools
-from types import SimpleNamespace
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,8 +10,9 @@ from lookalikes import with_slope
 
 from ikbo_jax.reference.activations import ACTIVATIONS, SOFTMAX
 from ikbo_jax.rewrite.facts import activations, curves, masks, proofs
+from ikbo_jax.rewrite.facts.known import known
 from ikbo_jax.rewrite.interpret import Context
-from ikbo_jax.rewrite.values.scope import Scope
+from ikbo_jax.rewrite.report.recorder import Recorder
 
 
 def told(fact, fn, *args, more=()):
@@ -31,19 +29,8 @@ def told(fact, fn, *args, more=()):
     found = []
 
     def run(*args):
-        made = {}
-
-        def result(eqn, operands):
-            out = eqn.primitive.bind(*operands, **eqn.params)
-            made[id(out)] = (out, (eqn, operands))
-            return out
-
-        env = dict(zip(program.jaxpr.invars, args, strict=True))
-        env |= dict(zip(program.jaxpr.constvars, program.consts, strict=True))
-        value = _run(program.jaxpr, env, result)
-        producer = lambda x: made.get(id(x), (None, None))[1]  # noqa: E731
-        context = SimpleNamespace(producer=producer, scope=Scope())
-        context.made_by = functools.partial(Context.made_by, context)
+        context = Context(Recorder())
+        (value,) = context.run(program, program.consts, args)
         found.append(fact(context, value, *more))
         return 0
 
@@ -245,6 +232,35 @@ def test_numbers_are_rounded_as_the_program_rounds_them() -> None:
     assert third == float(jnp.bfloat16(7 / 3))
     assert told(proofs.constant, lambda: jnp.sin(seven)) is None
     assert told(proofs.constant, lambda y: y + 1, ints()) is None
+
+
+#: Numbers that the program fixes, and whether they are the same however XLA computes them.
+NUMBERS = {
+    "integers": (lambda: jnp.arange(6) * 7 - 3, True),
+    "integers in float32": (lambda: jnp.arange(6.0) * 3.0 - 1.0, True),
+    "halves": (lambda: jnp.arange(6.0) / 2.0 + 0.25, True),
+    "multiples of a mask's number": (lambda: (1.0 - jnp.arange(6.0)) * -1e9, True),
+    "zero or a mask's number": (lambda: (jnp.arange(6) > 2).astype("float32") * -1e9, True),
+    "thirds": (lambda: jnp.arange(6.0) / 3.0, False),
+    "tenths": (lambda: jnp.arange(6.0) * 0.1, False),
+    "a sum that is rounded": (lambda: jnp.arange(6.0) + 1e8, False),
+    "a cast that rounds": (lambda: jnp.arange(300).astype("bfloat16"), False),
+    "a cast to 16 bits": (lambda: jnp.arange(200.0).astype("bfloat16"), True),
+    "a cast to integers": (lambda: (jnp.arange(6.0) / 2.0).astype("int32"), True),
+    "a cast of negative numbers": (lambda: (jnp.arange(6.0) - 3.0).astype("uint8"), False),
+    "a cast of large numbers": (lambda: (jnp.arange(6.0) * 1e9).astype("int32"), False),
+    "a running sum": (lambda: jnp.cumsum(jnp.arange(6.0)), True),
+    "a running sum of halves": (lambda: jnp.cumsum(jnp.arange(6.0) / 2.0), False),
+}
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_numbers_are_known_if_nothing_is_rounded(name: str) -> None:
+    make, expected = NUMBERS[name]
+    found = told(known, make)
+    assert (found is not None) == expected
+    if expected:
+        np.testing.assert_array_equal(np.broadcast_to(found, make().shape), make())
 
 
 def test_possible_values() -> None:

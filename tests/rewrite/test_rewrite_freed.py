@@ -10,90 +10,32 @@ import jax
 import jax.numpy as jnp
 import layout_models  # noqa: F401  These fill the table.
 import layout_positions  # noqa: F401
-import layout_sequences
+import layout_sequences  # noqa: F401
 import pytest
-from layout_table import LAYOUTS, arrays
+from layout_table import LAYOUTS
+from lookalikes import attention, with_gradient
 from rewrite_basics import loss
+from test_rewrite_compositions import OF_CALLS, arguments, calling
 
 import ikbo_jax as ikbo
 
-
-def layers(of: Callable[..., Any], blocks: Any, long: Any, token: Any, index: Any) -> Any:
-    """Layers on looked-up rows and on the candidates' rows, by a function that calls share."""
-
-    @of
-    def layer(w: Any, users: Any, x: Any) -> Any:
-        users = jnp.tanh(jnp.sin(users) @ w) * 2 + 1
-        return users, jnp.tanh(jnp.concatenate([users, x], axis=1) @ jnp.concatenate([w, w])) + x
-
-    users, x = long[index].mean(axis=1), token
-    for block in blocks[:4]:
-        users, x = layer(block["out"], users, x)
-    return users + x
-
-
-@jax.custom_jvp
-def normalised(x: Any) -> Any:
-    return x / jnp.sqrt(jnp.sum(x * x, axis=-1, keepdims=True) + 1)
-
-
-@normalised.defjvp
-def _(primals: Any, tangents: Any) -> Any:
-    (x,), (dx,) = primals, tangents
-    return normalised(x), dx * jnp.cos(x).sum(axis=-1, keepdims=True)
-
-
-@jax.custom_vjp
-def reversed_gradient(x: Any) -> Any:
-    return x * 2
-
-
-reversed_gradient.defvjp(lambda x: (x * 2, x), lambda x, g: (-g * x,))
-
-
-def with_rules(blocks: Any, long: Any, token: Any, index: Any) -> Any:
-    """Functions with derivatives of their own."""
-    users = reversed_gradient(normalised(long[index].mean(axis=1) @ blocks[0]["out"]))
-    return jnp.tanh(users * token)
-
-
-def out_of_bounds(blocks: Any, long: Any, token: Any, index: Any) -> Any:
-    """A function that calls share looks rows up by an index that it computes."""
-    keys, values = (jnp.take(x, index, axis=0) for x in (long, long @ blocks[0]["out"]))
-    weights = jax.nn.softmax(jnp.einsum("bd,bsd->bs", token, keys))
-    return jnp.einsum("bs,bsd->bd", weights, values)
-
-
-def in_a_cond(w: Any, x: Any, y: Any) -> Any:
-    def branch(x: Any, y: Any) -> Any:
-        return jnp.tanh(x @ w), y + x
-
-    return jax.lax.cond(w[0, 0] > 0, branch, lambda x, y: (x * 2, y), x, y)
-
-
-#: Sequences of a user and its candidate: those whose calls, loops and masks hold most.
-MODELS: dict[str, Callable[..., Any]] = {
-    "jitted": functools.partial(layers, jax.jit),
-    "checkpointed": functools.partial(layers, jax.checkpoint),
-    "custom_derivatives": with_rules,
-    "out_of_bounds": out_of_bounds,
-    "cond": functools.partial(layers, lambda _: in_a_cond),
-    "transformer_in_a_scan": lambda blocks, *rest: layout_sequences.causal_transformer_in_a_scan(
-        jax.tree.map(lambda *x: jnp.stack(x), *blocks), *rest
-    ),
+#: Functions that are called, and in what, and lookups out of bounds: those that hold most.
+MODELS: dict[str, tuple[Callable[..., Any], Any]] = {
+    **{name: (fn, arguments()) for name, fn in OF_CALLS.items()},
+    "in_custom_vjp": (calling(with_gradient(jnp.sin, 2.0)), arguments()),
+    "out_of_bounds": attention("mix(softmax(L(q)))", rows="jnp.take(X, j, axis=0)")[1:3],
 }
 _LAYOUTS = """
     fields_concatenated_and_flattened gru lstm_with_padding searchsorted rnn_in_a_fori_loop
-    mapped_over_candidates scanned_over_candidates causal_transformer_of_jitted_layers hstu din
+    mapped_over_candidates scanned_over_candidates causal_transformer_of_jitted_layers
+    causal_transformer_in_a_scan hstu din
 """.split()  # noqa: SIM905  A table of words reads better.
 
 
 def model(name: str) -> tuple[Callable[..., Any], Any]:
     """A new function, which JAX has not traced before, and its arguments."""
     if name in MODELS:
-        given = arrays()
-        blocks = given["blocks8"][:4]
-        fn, args = MODELS[name], (blocks, *(given[x] for x in ("long", "token", "index")))
+        fn, args = MODELS[name]
     else:
         fn, args = LAYOUTS[name].fn, tuple(LAYOUTS[name].args())
     return lambda *args: fn(*args), args

@@ -3,16 +3,18 @@
 `layout_table` holds every model with the share of its FLOPs that `rewrite` saves at least.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import layout_models  # noqa: F401  These fill the table.
-import layout_modules
 import layout_positions  # noqa: F401
 import layout_sequences  # noqa: F401
 import numpy as np
 import pytest
+from flax import linen, nnx
 from jax import lax
-from layout_table import LAYOUTS, D, S
+from layout_table import HEADS, LAYOUTS, D, S, arrays
 from rewrite_basics import (
     both,
     check,
@@ -74,16 +76,48 @@ def test_comparisons_that_are_no_lookups() -> None:
         close(*both(fn, user, index - 1))
 
 
-@pytest.fixture(scope="module")
-def modules():
-    return layout_modules.models()
+class LinenLayer(linen.Module):
+    """A layer of a transformer; its mask differs by candidate in form."""
+
+    @linen.compact
+    def __call__(self, x: Any) -> Any:
+        y, mask = linen.LayerNorm()(x), linen.make_causal_mask(x[..., 0])
+        x = x + linen.MultiHeadDotProductAttention(num_heads=HEADS)(y, y, mask=mask)
+        y = linen.Dense(4 * x.shape[-1])(linen.LayerNorm()(x))
+        return x + linen.Dense(x.shape[-1])(linen.gelu(y))
 
 
-@pytest.mark.parametrize("name", ["linen", "nnx"])
-def test_modules_of_flax(modules, name: str) -> None:
-    fn, (params, *request) = modules[name]
+class NnxLayer(nnx.Module):
+    """The same layer."""
+
+    def __init__(self, width: int, rngs: nnx.Rngs) -> None:
+        self.first, self.second = (nnx.LayerNorm(width, rngs=rngs) for _ in range(2))
+        self.attention = nnx.MultiHeadAttention(HEADS, width, decode=False, rngs=rngs)
+        self.up, self.down = (
+            nnx.Linear(n * width, m * width, rngs=rngs) for n, m in ((1, 4), (4, 1))
+        )
+
+    def __call__(self, x: Any) -> Any:
+        mask = nnx.make_causal_mask(jnp.ones((1, x.shape[1])))
+        x = x + self.attention(self.first(x), mask=mask)
+        return x + self.down(nnx.gelu(self.up(self.second(x))))
+
+
+@pytest.mark.parametrize("library", [linen, nnx], ids=["linen", "nnx"])
+def test_modules_of_flax(library: Any) -> None:
+    request = [arrays()[name] for name in ("long", "token", "index")]
+    if library is linen:
+        apply = LinenLayer().apply
+        params = jax.jit(LinenLayer().init)(jax.random.key(0), request[0])
+    else:
+        graph, params = nnx.split(NnxLayer(request[1].shape[1], nnx.Rngs(0)))
+        apply = lambda params, x: nnx.merge(graph, params)(x)  # noqa: E731
+
+    def fn(params: Any, long: Any, token: Any, index: Any) -> Any:
+        x = jnp.concatenate([long[index], token[:, None]], axis=1)
+        return apply(params, apply(params, x))[:, -1]
+
     assert share_saved(fn, params, *request) >= 0.85
-
     with jax.numpy_rank_promotion("allow"):
         for of in (lambda fn: fn, lambda fn: jax.grad(loss(fn))):
             ours, theirs = (computed(of(f), params, *request) for f in (ikbo.rewrite(fn), fn))

@@ -94,17 +94,6 @@ def test_the_equation_is_that_of_lax(fn: Any) -> None:
     assert fn not in AT_ONCE or calls(at_once(fn), (X,)) < calls(of_lax(fn), (X,)) - 900
 
 
-@pytest.mark.parametrize("fn", AT_ONCE, ids=lambda fn: fn.__name__)
-def test_it_is_differentiated_and_batched(fn: Any) -> None:
-    def slopes(f: Any) -> Any:
-        def total(x: Any) -> Any:
-            return sum(jnp.sum(y.astype(jnp.float32)) for y in jax.tree.leaves(f(x)))
-
-        return jax.jit(jax.vmap(jax.grad(total)))(jnp.stack([X, X + 1]))
-
-    np.testing.assert_array_equal(slopes(at_once(fn)), slopes(of_lax(fn)))
-
-
 def test_with_64_bit_types() -> None:
     with jax.enable_x64(True):
         hoisting.scan_params.cache_clear()

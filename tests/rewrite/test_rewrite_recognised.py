@@ -39,6 +39,8 @@ ACTIVATIONS = {
     "mix(nn.leaky_relu(L(q) * 0.5))": "leaky_relu",
     "mix(nn.hard_swish(L(q)))": "hardswish",
 }
+#: A bias by head and position.
+ALIBI = -np.linspace(0.1, 1, N * T * S, dtype=np.float32).reshape(1, N, T, S)
 SOFTMAXES = [
     "mix(softmax(L(q) * 0.5))",
     "mix(softmax(L(0.5 * q)))",
@@ -140,6 +142,11 @@ def test_attention_of_jax_and_under_vmap(dtype: str) -> None:
     def with_lengths(q, k, v, i, lengths):
         return jax.nn.dot_product_attention(q, k[i], v[i], key_value_seq_lengths=lengths[i])
 
+    def biased(q, k, v, i, bias, by_user=False, mask=None):
+        bias = bias[i][:, None, None] if by_user else bias
+        mask = None if mask is None else mask[i][:, None, None]
+        return jax.nn.dot_product_attention(q, k[i], v[i], bias=bias, mask=mask)
+
     def of_one_key_head(q, k, v, i):
         return jax.nn.dot_product_attention(q, k[i][:, :, :1], v[i][:, :, :1])
 
@@ -171,6 +178,17 @@ def test_attention_of_jax_and_under_vmap(dtype: str) -> None:
         Case("lengths", with_lengths, (*_args(dtype), index, lengths)),
         Case("scale", functools.partial(masked, scale=0.2), (*_args(dtype), index, kept)),
         Case("one user", of_one_user, _args(dtype)),
+        *(
+            Case(f"bias {n}", fn, (*_args(dtype), index, bias.astype(dtype)))
+            for n, (fn, bias) in enumerate(
+                [
+                    (biased, ALIBI[:, :1, :1]),
+                    (biased, ALIBI),
+                    (functools.partial(biased, by_user=True), KEY[..., 0, 0]),
+                    (functools.partial(biased, by_user=True, mask=kept), KEY[..., 0, 0]),
+                ]
+            )
+        ),
         *(
             Case(fn.__name__, fn, (*_args(dtype), index))
             for fn in (of_one_key_head, of_candidates_under_vmap, of_tasks_under_vmap)

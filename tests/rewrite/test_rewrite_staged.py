@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from rewrite_basics import computed
 from test_rewrite_tracing import calls
 
 from ikbo_jax.rewrite.values import staged
@@ -66,15 +65,6 @@ def test_the_equations_are_those_of_lax_in_fewer_calls(name: str) -> None:
     np.testing.assert_array_equal(inside, expected)
     if not name.startswith(("no ", "one ")):
         assert calls(PAIRS[name][0], (X, INDEX)) < calls(PAIRS[name][1], (X, INDEX))
-
-
-@pytest.mark.parametrize("name", PAIRS)
-def test_they_are_differentiated_and_batched(name: str) -> None:
-    def value_and_slope(fn: Callable[..., Any]) -> Any:
-        return jax.vmap(jax.value_and_grad(lambda x: jnp.sum(jnp.square(fn(x, INDEX)))))
-
-    direct, usual = (computed(value_and_slope(fn), np.stack([X, 2 * X])) for fn in PAIRS[name])
-    jax.tree.map(np.testing.assert_array_equal, direct, usual)
 
 
 def run_again(program: Any, *args: Any) -> list[Any]:

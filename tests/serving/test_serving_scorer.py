@@ -13,7 +13,6 @@ from serving_model import TOLERANCE, assert_right
 
 from ikbo_jax import serving
 from ikbo_jax.serving.batches import Checked, fitting_parts, merged
-from ikbo_jax.serving.scorer import UserCache
 
 ROW_BYTES = 4 * (2 * small.EVENTS * small.WIDTH + small.WIDTH)
 
@@ -107,6 +106,7 @@ def test_a_bad_request_leaves_the_others_alone(shared):
         dataclasses.replace(good, user=91, features=lambda: {"events": np.zeros((5, 8), "f4")}),
         dataclasses.replace(good, user=92, features=broken),
         dataclasses.replace(good, user=[1]),
+        None,
     ]
     messages = [
         r"has 17 candidates, at most 16",
@@ -122,6 +122,7 @@ def test_a_bad_request_leaves_the_others_alone(shared):
         r"features\['events'\] has shape \(5, 8\) and dtype float32, expected \[6, 8\]",
         r"no such user",
         r"user \[1\] and version 0 must be hashable",
+        "a request is None, expected a serving.Request",
     ]
     answers = shared.rank([good, *bad, good])
     assert_right([good, good], [answers[0], answers[-1]])
@@ -172,21 +173,6 @@ def test_states_are_evicted_within_the_bound(tight):
         assert_right(requests[start : start + 5], tight.rank(requests[start : start + 5]))
     assert since.evictions == since.misses - 5 > 0
     assert since.hits > 0
-
-
-def test_users_of_one_call_do_not_evict_each_other():
-    cache = UserCache(max_bytes=30, row_bytes=10, least=3)
-    assert cache.slots == 3
-    first, missing = cache.slots_of("abc")
-    assert (sorted(first), missing) == ([0, 1, 2], [0, 1, 2])
-    assert cache.slots_of("ba")[1] == []
-    slots, missing = cache.slots_of("cde")
-    assert missing == [1, 2]
-    assert len(set(slots)) == 3
-    assert cache.missing("abcde") == [0, 1]
-    cache.clear()
-    assert len(cache) == 0
-    assert cache.slots_of("abc")[1] == [0, 1, 2]
 
 
 def test_the_pool_must_hold_a_call_s_users():

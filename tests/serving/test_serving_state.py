@@ -225,11 +225,3 @@ def test_features_that_jax_would_cut_to_32_bits_are_refused():
 def test_a_candidate_has_an_array():
     with pytest.raises(ValueError, match="candidate is {}, expected at least 1 array"):
         serving.Scorer(small.Model(), small.weights(), small.USER, {}, buckets=BUCKETS)
-
-
-def test_what_is_no_request_leaves_the_others_alone(scorer):
-    good = small.random_requests(2)
-    answers = scorer.rank([good[0], None, good[1]])
-    assert_right(good, [answers[0], answers[2]])
-    assert isinstance(answers[1], serving.BadRequestError)
-    assert str(answers[1]) == "a request is None, expected a serving.Request"

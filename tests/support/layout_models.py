@@ -150,6 +150,24 @@ def field_weighted_pairs_by_a_sum(user_fields, cand_fields, index, w_pairs):
     return (pairs * w_pairs[:F, :F][None]).sum(axis=(1, 2))
 
 
+@layout("user_fields cand_fields index w_unit w_tower", 0.61)
+def networks_of_single_fields(user_fields, cand_fields, index, w_unit, w_tower):
+    """RankMixer."""
+    x = jnp.concatenate([user_fields[index], cand_fields], axis=1)
+    matrices = jnp.stack([w_unit[n : n + D, :D] for n in range(F)])
+    return x + jax.nn.gelu(jnp.einsum("bfd,fdh->bfh", x, matrices)) @ w_tower[:, :D]
+
+
+@layout("user cand index w_first", 0.77)
+def negatives_in_the_batch(user, cand, index, w_first):
+    """Two towers, without negatives of the same user."""
+    towers = [jax.nn.relu(x @ w_first[:D]) @ w_first[D:].T for x in (user[index], cand)]
+    user, item = (x / jnp.linalg.norm(x + 1e-3, axis=-1, keepdims=True) for x in towers)
+    same = (index[:, None] == index[None]) & ~jnp.eye(B, dtype=bool)
+    logits = jnp.where(same, -1e9, user @ item.T / 0.1)
+    return jax.nn.logsumexp(logits, axis=-1) - jnp.diagonal(logits)
+
+
 # Other spellings of a lookup.
 
 

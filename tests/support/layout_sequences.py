@@ -128,3 +128,21 @@ def additive_attention(history, cand, index, w_tower, w_out):
     x = (cand @ w_tower)[:, None] + h @ w_tower
     weights = jax.nn.softmax((jnp.tanh(x) @ w_out)[..., 0], axis=-1)
     return jnp.einsum("bs,bsd->bd", weights, h)
+
+
+@layout("history cand kept index w_state", 0.91)
+def interests_by_routing(history, cand, kept, index, w_state):
+    """MIND, whose interests are the user's alone."""
+    rows, mask = history[index] @ w_state[:D, :D], kept[index][:, None]
+
+    def routed(logits):
+        weights = jnp.where(mask, jax.nn.softmax(jnp.where(mask, logits, -1e9), axis=1), 0)
+        interests = jnp.einsum("bks,bsd->bkd", weights, rows)
+        square = (interests**2).sum(-1, keepdims=True)
+        return square / (1 + square) * interests / jnp.sqrt(square + 1e-6)
+
+    logits = jnp.arange(3.0)[None, :, None] * jnp.full((B, 1, S), 0.1)
+    agreement = jnp.einsum("bkd,bsd->bks", routed(logits), lax.stop_gradient(rows))
+    interests = routed(logits + agreement)
+    weights = jax.nn.softmax(jnp.einsum("bkd,bd->bk", interests, cand) ** 2, axis=-1)
+    return jnp.einsum("bk,bkd->bd", weights, interests)

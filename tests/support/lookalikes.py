@@ -114,15 +114,28 @@ def _compiled(text: str) -> Any:
     return compile(text if "out =" in text else f"out = {text}", "<program>", "exec")
 
 
+#: Products with keys and with values, and dimensions of the logits that a mask by key lacks.
+_FORMS: dict[bool | None, tuple[str, str, tuple[None, ...]]] = {
+    True: ("btnh,bsnh->bnts", "bnts,bsnh->btnh", (None, None)),
+    False: ("btd,bsd->bts", "bts,bsd->btd", (None,)),
+    None: ("bd,bsd->bs", "bs,bsd->bd", ()),
+}
+
+
 def attention(
-    text: str, dtype: Any = jnp.float32, heads: bool = True, rows: str = "X[i]", number: Any = ""
+    text: str,
+    dtype: Any = jnp.float32,
+    heads: bool | None = True,
+    rows: str = "X[i]",
+    number: Any = "",
 ) -> Case:
     """A program of `ATTENTION`'s names.
 
     Args:
       text: the program.
       dtype: of query, key and value.
-      heads: whether there are heads; without, query, key and value are matrices of one head.
+      heads: whether there are heads; without, query, key and value are matrices of one head. None:
+        a candidate has one query, which is a vector.
       rows: how keys and values, `X`, are looked up.
       number: tells apart programs that are the same.
     """
@@ -132,14 +145,12 @@ def attention(
         def look_up(x):
             return _result(of_rows, {"X": x, "i": i, "j": j})
 
-        products = ("btnh,bsnh->bnts", "bnts,bsnh->btnh")
+        of_keys, of_values, between = _FORMS[heads]
         if not heads:
-            q, k, v = q[:, :, 0], k[:, :, 0], v[:, :, 0]
-            products = ("btd,bsd->bts", "bts,bsd->btd")
-        between = (None,) * (2 if heads else 1)
+            q, k, v = q[:, 0 if heads is None else slice(None), 0], k[:, :, 0], v[:, :, 0]
         own: dict[str, Any] = {
-            "L": lambda q, **kw: jnp.einsum(products[0], q, look_up(k), **kw),
-            "mix": lambda p, **kw: jnp.einsum(products[1], p, look_up(v), **kw),
+            "L": lambda q, **kw: jnp.einsum(of_keys, q, look_up(k), **kw),
+            "mix": lambda p, **kw: jnp.einsum(of_values, p, look_up(v), **kw),
             "M": m[i][:, *between],
             "N": n[i][:, *between, None],
             "C": (jnp.arange(B * S).reshape(B, S) % 7 > 1)[:, *between],
@@ -148,7 +159,8 @@ def attention(
         return _result(code, own)
 
     args = (*(x.astype(dtype) for x in (QUERY, KEY, VALUE)), INDEX, OUTSIDE, KEPT, LENGTHS)
-    name = f"{text}  # {number}{np.dtype(dtype).name}{'' if heads else ', no heads'}"
+    form = {True: "", False: ", no heads", None: ", one query"}[heads]
+    name = f"{text}  # {number}{np.dtype(dtype).name}{form}"
     name += "" if rows == "X[i]" else f", looked up by {rows}"
     return Case(name, fn, tuple(map(jnp.asarray, args)), "one_hot" in name)
 

@@ -5,6 +5,7 @@
   one user; some have lengths, which the models do not know. "item": one configuration of the kernel
   for few queries, with a sorted index and with one that is not; `lists`: CTAs then list their
   candidates. "kernel": the best of the kernel for few queries, and of that whose tiles span users.
+  "choice": some fields of the fastest configuration; `why` has the times.
 - `attention_gradient_times.jsonl`, times of kernels by CUPTI, median of 10. "large", H100,
   2026-11-27: of each way, the fastest two configurations that were timed; heads of 192 and 256
   columns have the fastest two stored ones and the fastest launch, with all that the device did.
@@ -47,6 +48,12 @@ def items() -> list[tuple[tuple[int, ...], FewQueriesConfig, float | None, float
         for x in _lines("attention")
         if x["kind"] == "item"
     ]
+
+
+def choices() -> list[tuple[tuple[int, ...], bool, dict[str, Any]]]:
+    """Sizes, whether the index is sorted, and fields of the configuration that was the fastest."""
+    found = (x for x in _lines("attention") if x["kind"] == "choice")
+    return [(tuple(x["sizes"]), x["is_sorted"], x["expected"]) for x in found]
 
 
 def of_gradients(kind: str) -> dict[tuple[int, ...], dict[tuple, float]]:

@@ -1,12 +1,13 @@
 """Broadcast attention, and its gradients, in NumPy and f64; the error rule beside them."""
 
-import functools
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import problems
+
+from ikbo_jax.reference import attention
 
 
 class _Attended(NamedTuple):
@@ -90,18 +91,8 @@ def numpy_attention_oracle(
     return np.einsum("btns,bsnh->btnh", weights, values), lse
 
 
-def numpy_attention_of_rounded_weights(
-    inputs: problems.AttentionInputs, *, scale: float, **options: Any
-) -> np.ndarray:
-    """Out, if weights are rounded to the inputs' dtype before they meet the values.
-
-    The largest weight of a row is 1 then, and the sum that divides is that of exact weights.
-    """
-    weights, _, _, values, *_ = _attended(inputs, scale, **options)
-    weights = weights / np.maximum(np.max(weights, axis=-1, keepdims=True), 1e-30)
-    total = np.maximum(np.sum(weights, axis=-1, keepdims=True), 1e-30)
-    rounded = weights.astype(inputs.query.dtype).astype(np.float64)
-    return (np.einsum("btns,bsnh->btnh", rounded, values) / total).astype(inputs.query.dtype)
+#: What plain jnp makes of the inputs in their own dtype, compiled.
+materialised = jax.jit(attention.materialised, static_argnames=("scale", "logit_cap"))
 
 
 def numpy_attention_gradients(
@@ -142,27 +133,6 @@ def numpy_attention_gradients(
     return d_query, d_key, summed(np.einsum("btns,btnh->bsnh", weights, d_out), value)
 
 
-@functools.partial(jax.jit, static_argnames="scale")
-def same_dtype_attention(
-    query: Any, key: Any, value: Any, cand_to_user: Any, lengths: Any = None, *, scale: float
-) -> tuple[jax.Array, jax.Array]:
-    """Out and lse as plain jnp has them: copies, f32 scores, weights rounded to the dtype."""
-    rows = jnp.clip(cand_to_user, 0, key.shape[0] - 1)
-    heads = query.shape[2] // key.shape[2]
-    keys, values = (jnp.repeat(array[rows], heads, axis=2) for array in (key, value))
-    scores = jnp.einsum("btnh,bsnh->btns", query, keys, preferred_element_type=jnp.float32)
-    scores = scores * jnp.float32(scale)
-    if lengths is not None:
-        exists = jnp.arange(key.shape[1], dtype=jnp.int32)[None] < lengths[rows][:, None]
-        scores = jnp.where(exists[:, None, None], scores, -jnp.inf)
-    empty = jnp.all(scores == -jnp.inf, axis=-1, keepdims=True)
-    safe = jnp.where(empty, 0.0, scores)
-    weights = jnp.where(empty, 0.0, jax.nn.softmax(safe, axis=-1)).astype(query.dtype)
-    out = jnp.einsum("btns,bsnh->btnh", weights, values, preferred_element_type=jnp.float32)
-    lse = jnp.where(empty[..., 0], -jnp.inf, jax.nn.logsumexp(safe, axis=-1))
-    return out.astype(query.dtype), lse
-
-
 def assert_attention_within_error_rule(
     actual: tuple[Any, Any],
     inputs: problems.AttentionInputs,
@@ -173,7 +143,7 @@ def assert_attention_within_error_rule(
     """Asserts the error rule for out, and for lse, whose infinities must be the oracle's."""
     out, lse = actual
     exact_out, exact_lse = exact or numpy_attention_oracle(inputs, scale=scale)
-    plain_out, plain_lse = same_dtype_attention(*inputs, scale=scale)
+    plain_out, plain_lse = materialised(*inputs, scale=scale)
     problems.assert_within_error_rule(out, exact_out, plain_out)
     assert jax.device_put(lse).dtype == jnp.float32
     is_empty = exact_lse == -np.inf

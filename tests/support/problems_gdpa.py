@@ -1,16 +1,15 @@
 """Shapes, seeded inputs and oracles of generalised dot-product attention."""
 
-import functools
 import math
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import problems
 
 import ikbo_jax as ikbo
+from ikbo_jax.reference import gdpa
 from ikbo_jax.reference.activations import ACTIVATIONS as ACTIVATIONS
 from ikbo_jax.reference.gdpa import Arrays, Settings, out_shape
 
@@ -270,76 +269,5 @@ def exactly(
     return numpy_oracle(arrays, settings, rule), gradients
 
 
-def seen_pairs(arrays: Arrays, settings: Settings, rule: Rule) -> np.ndarray:
-    """What a mask shows, of all pairs of rows of the queries and keys: [i, j] bool."""
-    found = np.zeros((arrays.query.shape[0], arrays.key.shape[0]), bool)
-    for rows, of_keys, *_, seen, _ in _weighted(arrays, settings, rule):
-        found[rows, of_keys] = seen
-    return found
-
-
-@functools.partial(jax.jit, static_argnums=1)
-def same_dtype_gdpa(
-    arrays: Arrays, settings: Settings, visible: jax.Array | None = None
-) -> jax.Array:
-    """Out as plain jnp has it: all scores in f32 at once, weights rounded to the dtype.
-
-    `visible`: [i, j] bool, the pairs that a mask shows.
-    """
-    query, key, value, cu_q, cu_kv, index, *_ = arrays
-    batch = cu_kv.shape[0] - 1 if index is None else index.shape[0]
-    if cu_q is None:
-        query = jnp.tile(query, (batch, 1, 1))
-        cu_q = jnp.arange(batch + 1, dtype=jnp.int32) * arrays.query.shape[0]
-
-    def sequence_of(cu: jax.Array, rows: int) -> jax.Array:
-        number = jnp.searchsorted(cu, jnp.arange(rows, dtype=jnp.int32), side="right") - 1
-        return jnp.where(jnp.arange(rows, dtype=jnp.int32) < cu[-1], number, -1)
-
-    of_query, of_key = sequence_of(cu_q, query.shape[0]), sequence_of(cu_kv, key.shape[0])
-    query = jnp.where((of_query < 0)[:, None, None], 0, query)
-    key, value = (jnp.where((of_key < 0)[:, None, None], 0, x) for x in (key, value))
-    wanted = of_query if index is None else index[jnp.maximum(of_query, 0)]
-    seen = (wanted[:, None] == of_key[None]) & (of_query >= 0)[:, None] & (of_key >= 0)[None]
-    seen = seen if visible is None else seen & visible
-    keys, values = (jnp.repeat(x, query.shape[1] // x.shape[1], axis=1) for x in (key, value))
-    scores = jnp.einsum("inh,jnh->nij", query, keys, preferred_element_type=jnp.float32)
-    scores = scores * jnp.float32(settings.scale)
-    if settings.logit_cap is not None:
-        scores = settings.logit_cap * jnp.tanh(scores / settings.logit_cap)
-    weights = []
-    for name, x in zip(settings.activations, scores, strict=True):
-        weights.append(_plain_weights(name, x, seen).astype(query.dtype))
-    out = jnp.einsum("nij,jnh->inh", jnp.stack(weights), values, preferred_element_type=jnp.float32)
-    return (out * jnp.float32(settings.output_scale)).astype(query.dtype)
-
-
-def _plain_weights(name: str, x: jax.Array, seen: jax.Array) -> jax.Array:
-    if name == "softmax":
-        empty = ~jnp.any(seen, axis=-1, keepdims=True)
-        x = jax.nn.softmax(jnp.where(empty | seen, x, -jnp.inf), axis=-1)
-    else:
-        x = {
-            "identity": lambda x: x,
-            "relu": jax.nn.relu,
-            "leaky_relu": jax.nn.leaky_relu,
-            "relu_squared": lambda x: jnp.square(jax.nn.relu(x)),
-            "gelu": lambda x: jax.nn.gelu(x, approximate=False),
-            "gelu_tanh": jax.nn.gelu,
-            "silu": jax.nn.silu,
-            "hardswish": jax.nn.hard_swish,
-        }[name](x)
-    return jnp.where(seen, x, 0)
-
-
-def second_derivatives(run: Callable[[Arrays], jax.Array], arrays: Arrays) -> tuple[jax.Array, ...]:
-    """Gradients of query, key and value of a function of the gradients of `run`, compiled."""
-
-    def total(*floats: Any) -> jax.Array:
-        return jnp.sum(jnp.sin(run(Arrays(*(*floats, *arrays[3:])))))
-
-    def of_gradients(*floats: Any) -> Any:
-        return sum(jnp.sum(jnp.cos(x)) for x in jax.grad(total, (0, 1, 2))(*floats))
-
-    found: tuple[jax.Array, ...] = jax.jit(jax.grad(of_gradients, (0, 1, 2)))(*arrays[:3])
-    return found
+#: What plain jnp makes of arrays in their own dtype, compiled.
+materialised = jax.jit(gdpa.materialised, static_argnums=1)

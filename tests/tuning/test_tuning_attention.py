@@ -221,57 +221,11 @@ def test_more_listings_than_are_worth_while_are_left_to_a_sort():
     assert config.lists(dataclasses.replace(skewed, batch=4000), num_sms=132)
 
 
-@pytest.mark.parametrize(
-    ("sizes", "is_sorted", "expected"),
-    [
-        # On an H100: 6.8 us with listed items of 128 rows, 8.3 with items of 64 and copies.
-        ((3617, 28, 2, 50, 1, 1, 128), False, {"tile_rows": 128}),
-        # On an H200: 7.2 us, 7.6 with items of 128 rows (empty row slots come last).
-        ((820, 37, 8, 192, 1, 1, 128), True, {"tile_rows": 64}),
-        # Likewise 21.2 us, 22.3 with items of 64 rows; 21.2 and 23.3; 13.3 and 14.1.
-        ((4096, 32, 1, 1024, 4, 4, 64), True, {"tile_rows": 128}),
-        ((5120, 32, 1, 1024, 4, 4, 64), True, {"tile_rows": 128}),
-        ((2560, 16, 1, 512, 8, 8, 64), True, {"tile_rows": 128}),
-        # 16.5 us, 18.1 with items of 128 rows; 17.3, 19.4 with items of 64.
-        ((3072, 128, 4, 256, 2, 2, 128), True, {"tile_rows": 64}),
-        ((2000, 100, 8, 300, 2, 2, 64), True, {"tile_rows": 128}),
-        # 17.2 us, 18.1 with items of 64 rows, 25.4 with tiles that span users.
-        ((6884, 16, 1, 96, 4, 4, 192), True, {"tile_rows": 128}),
-        # 9.0 us, 15.0 with tiles that span users.
-        ((443, 6, 16, 57, 4, 4, 128), True, {"tile_rows": 128}),
-        # 7.4 us, 8.5 with items of 64 rows; with a sorted index 6.0 and 5.4.
-        ((5117, 47, 1, 51, 2, 2, 64), False, {"tile_rows": 128}),
-        ((5117, 47, 1, 51, 2, 2, 64), True, {"tile_rows": 64}),
-        # 28.3 and 37.8 us, 23.1 and 26.8, 7.0 and 8.6 (another block).
-        ((4836, 27, 1, 230, 8, 8, 128), False, {"tile_rows": 128}),
-        ((4809, 18, 1, 45, 8, 8, 256), False, {"tile_rows": 128}),
-        ((121, 8, 2, 128, 2, 1, 256), False, {"tile_rows": 64}),
-        # 1952, 595 and 18.3 us with items of 64 rows, which read keys twice, or take two waves.
-        ((4995, 1248, 8, 3127, 2, 1, 256), True, FewQueriesConfig(128, 1, 64, 2, 2, 1)),
-        ((6796, 102, 1, 320, 1, 1, 192), True, FewQueriesConfig(128, 1, 64, 3, 2, 2)),
-        # 34.8 us with blocks of 64 keys.
-        ((4836, 27, 1, 230, 8, 8, 128), True, FewQueriesConfig(64, 1, 128, 2, 2, 2)),
-        # On an H200, 3.94, 4.48 and 4.54 us with five stages and four slots, for one item a CTA.
-        ((69, 1, 64, 128, 1, 1, 64), True, FewQueriesConfig(64, 1, 128, 2, 2, 2)),
-        ((164, 27, 16, 128, 1, 1, 64), True, FewQueriesConfig(64, 1, 128, 2, 2, 2)),
-        ((98, 2, 8, 69, 4, 4, 64), True, FewQueriesConfig(64, 1, 128, 2, 2, 2)),
-        # Tiles of one user: 47.0 and 50.9 us; 357, and 394 with items of 128 rows, of which one or
-        # two consumers have keys.
-        ((5054, 11, 4, 1709, 2, 2, 128), True, {"one_user": True}),
-        ((947, 63, 4, 10880, 8, 8, 64), True, {"one_user": True}),
-        # 396 us, 420 with tiles of one user; 386 and 403; 479 and 478; 38.1 us.
-        ((220, 220, 4, 10432, 2, 2, 128), True, {"tile_rows": 64}),
-        ((861, 287, 4, 2864, 2, 2, 256), True, {"tile_rows": 64}),
-        ((3253, 406, 1, 4736, 4, 4, 128), True, {"tile_rows": 64}),
-        ((7430, 128, 1, 3072, 1, 1, 64), True, {"tile_rows": 128}),
-    ],
-)
+@pytest.mark.parametrize(("sizes", "is_sorted", "expected"), measured_times.choices())
 def test_items_or_tiles_of_one_user_as_was_fastest(sizes, is_sorted, expected):
     problem = AttentionProblem(*sizes, "bfloat16", is_sorted=is_sorted)
     config = problem.default_config()
-    if isinstance(expected, dict):
-        expected = dataclasses.replace(config, **expected)
-    assert config == expected
+    assert config == dataclasses.replace(config, **expected)
     assert is_sorted or config.lists(problem, num_sms=132)
 
 

@@ -56,14 +56,14 @@ def test_the_default_configuration_is_legal(m: int, n: int, ks: list[int], dtype
     assert default is not None
     assert default.kernels(gradient) == config
     assert gradient.default_config() == default
-    for weight in config.weights:
-        assert weight.stages == linear_configs.MAX_STAGES or (
-            memory.smem_bytes(dataclasses.replace(weight, stages=weight.stages + 1).shared)
-            > MAX_SMEM_BYTES
-        )
-        # Tiles cover M with no more padding than one tile less would need.
-        tiles = -(-m // weight.block_m)
-        assert tiles * weight.block_m < m + 8 * tiles
+    weight = config.weight
+    assert weight.stages == linear_configs.MAX_STAGES or (
+        memory.smem_bytes(dataclasses.replace(weight, stages=weight.stages + 1).shared)
+        > MAX_SMEM_BYTES
+    )
+    # Tiles cover M with no more padding than one tile less would need.
+    tiles = -(-m // weight.block_m)
+    assert tiles * weight.block_m < m + 8 * tiles
 
 
 @hypothesis.given(
@@ -79,7 +79,7 @@ def test_every_part_of_a_batch_has_an_entry(batch: int, k: int, m: int, problems
 
 
 def test_parts_of_the_default_sizes_fill_the_sms() -> None:
-    config = linear_configs.default_config(LINEAR_FORWARD).weights[-1]
+    config = linear_configs.default_config(LINEAR_FORWARD).weight
     assert config.block_m == 224
     tiles = 2 * 7  # of 224 x 128
     splits = config.splits(1024, 866, 433, 256, problems=1, num_sms=132)
@@ -105,14 +105,14 @@ def test_refusals_name_the_values(changes: dict, message: str) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
+        ({"weight": WeightGradientConfig(260)}, "a multiple of 8 from 8 to 256, but is 260"),
+        ({"weight": WeightGradientConfig(20)}, "a multiple of 8 from 8 to 256, but is 20"),
+        ({"weight": WeightGradientConfig(stages=1)}, "at least 2, but is 1"),
+        ({"weight": WeightGradientConfig(256, 5)}, "but a CTA has 232448"),
         (
-            {"weights": (WeightGradientConfig(260),) * 2},
-            "a multiple of 8 from 8 to 256, but is 260",
+            {"embeddings": (LinearCompressionConfig(single_launch=False),)},
+            "for 1 levels, but the problem has 2",
         ),
-        ({"weights": (WeightGradientConfig(20),) * 2}, "a multiple of 8 from 8 to 256, but is 20"),
-        ({"weights": (WeightGradientConfig(stages=1),) * 2}, "at least 2, but is 1"),
-        ({"weights": (WeightGradientConfig(256, 5),) * 2}, "but a CTA has 232448"),
-        ({"weights": (WeightGradientConfig(),)}, "for 2 and 1 levels, but the problem has 2"),
         (
             {"embeddings": (LinearCompressionConfig(230, single_launch=False),) * 2},
             "block_m must be a multiple of 16",
@@ -188,7 +188,7 @@ def test_the_op_takes_the_row_and_explains_it(fake_hopper, builtin):
     gradients()(*arrays())
     used = [call["config"] for call in fake_hopper.calls]
     kernels = tuned.kernels(SMALL)
-    assert {kernels.weights[0], *kernels.embeddings} <= set(used)
+    assert {kernels.weight, *kernels.embeddings} <= set(used)
 
 
 def test_a_row_may_prefer_xla_and_the_caller_may_not(fake_hopper, builtin):
@@ -219,7 +219,7 @@ def test_a_folded_problem_has_a_choice_of_its_own(fake_hopper, builtin):
     fake_hopper.calls.clear()
     jax.vmap(gradients(), (None, None, 0, 0))(w_cand, w_user, *many)
     used = {call["config"] for call in fake_hopper.calls}
-    assert tuned.kernels(folded).weights[0] in used
+    assert tuned.kernels(folded).weight in used
 
 
 def test_gdpa_takes_the_row_or_xla(seems_hopper, builtin):

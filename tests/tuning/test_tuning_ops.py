@@ -31,9 +31,9 @@ TINY_ATTENTION = problems.AttentionProblem(40, 3, 2, 9, 4, 2, 16, "float32")
 TINY_GDPA = problems.GdpaProblem(
     *(5, 5, 5 * 7, 5 * 7, 2, 1, 16, "float32"), ("relu", "gelu_tanh"), "tanh", False, 12, 12
 )
-#: More rows than are checked at a time.
+#: More candidates than are compared with the oracle.
 TINY_LINEAR = problems.LinearCompressionProblem(
-    (3, cases.linear_compression.CHECK_ROWS + 3), (7, 5), 9, 16, "float32"
+    (3, 2 * cases.case.SAMPLED), (7, 5), 9, 16, "float32"
 )
 TINY_LINEAR_BACKWARD = problems.LinearCompressionBackwardProblem((3, 20), (9, 7), 6, 8, "float32")
 TINY_GDPA_BACKWARD = problems.GdpaBackwardProblem(

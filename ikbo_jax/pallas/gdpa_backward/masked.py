@@ -99,12 +99,11 @@ def mask_work(
     is_row = position[None] < blocks[:, 1:2]
     if offsets.rule is None:
         number = jnp.where(is_row, blocks[:, :1] + position[None], 0)
-        seen = intervals.at[number].get(mode="clip")
+        found = ranges_and_gaps(intervals.at[number].get(mode="clip"))
     else:
-        seen = _intervals(offsets.rule, offsets, blocks[:, 3], blocks[:, 2:3] + position[None])
-    seen = jnp.where(is_row[..., None], seen, 0)
+        found = _seen_by_rule(offsets.rule, offsets, blocks[:, 3], blocks[:, 2:3] + position[None])
+    found = jnp.where(is_row[..., None], found, 0)
     # The barrier keeps XLA from computing and storing ranges twice.
-    found = ranges_and_gaps(seen)
     rows = lax.optimization_barrier(jnp.stack((found[..., :2], found[..., 2:])))
     groups = _groups(rows[:, : len(works.blocks)], is_row)
     masks = Masks(
@@ -124,25 +123,28 @@ def mask_work(
     return works._replace(queries=queries, keys=keys), masks
 
 
-def _intervals(rule: hstu.Rule, offsets: Offsets, sequence: jax.Array, row: jax.Array) -> jax.Array:
-    """Computes the intervals of groups' rows, numbered in their sequences: [groups, 64, 4] int32.
+def _seen_by_rule(
+    rule: hstu.Rule, offsets: Offsets, sequence: jax.Array, row: jax.Array
+) -> jax.Array:
+    """Computes ranges and gaps of groups' rows, numbered in their sequences: [groups, 64, 4].
 
     Reads no array of all rows: XLA would search their sequences and positions by two kernels.
     """
-    _, length = jagged.bounds(offsets.cu_seqlens_kv, offsets.kv_rows, offsets.max_seqlen_kv)
-    if offsets.q_to_kv is not None:
-        length = length.at[offsets.q_to_kv].get(mode="clip")
 
     def of_group(array: jax.Array) -> jax.Array:
         return array.at[sequence].get(mode="clip")[:, None]
 
+    _, length = jagged.bounds(offsets.cu_seqlens_kv, offsets.kv_rows, offsets.max_seqlen_kv)
+    if offsets.q_to_kv is not None:
+        length = length.at[offsets.q_to_kv].get(mode="clip")
     length, rows = of_group(length), jnp.int32(offsets.q_rows)
     if offsets.cu_seqlens_q is not None:
         bounds = offsets.cu_seqlens_q, offsets.q_rows, offsets.max_seqlen_q
         rows = of_group(jagged.bounds(*bounds)[1])
-    arrays = (offsets.contextual, offsets.num_targets)
-    numbers = (0 if x is None else of_group(x) for x in arrays)
-    return hstu.intervals(rule, length - rows + row, hstu.Sequence(length, *numbers))
+    numbers = (0 if x is None else of_group(x) for x in (offsets.contextual, offsets.num_targets))
+    sequences = hstu.Sequence(length, *numbers).clamped(rule)
+    found = hstu.seen(rule, length - rows + row, sequences)
+    return jnp.stack([x + 0 * row for x in found], axis=-1)
 
 
 def _order(numbers: jax.Array) -> jax.Array:

@@ -17,7 +17,6 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import vector
 
 from ikbo_jax.pallas.gdpa_backward import context
 from ikbo_jax.pallas.gdpa_backward.context import BackwardContext
@@ -28,9 +27,6 @@ from ikbo_jax.problems.hopper import TILE_ROWS, WGMMA_M
 
 #: Word of a tile of keys: its place.
 PLACE = 10
-#: So many tiles are placed by comparing all pairs: XLA's sum and scatter take four kernels, and a
-#: copy of 5 us.
-MOST_COMPARED = 4096
 
 
 def _number(row: Any, sequence: Any) -> Any:
@@ -48,25 +44,16 @@ def with_places(
     number = jnp.arange(is_seen.shape[1], dtype=jnp.int32)[None]
     begin = jnp.min(jnp.where(is_seen, number, is_seen.shape[1]), axis=1)
     width = jnp.maximum(jnp.max(jnp.where(is_seen, number + 1, 0), axis=1) - begin, 0)
-    place = _sum_before(width) - begin
+    # By comparing all pairs: XLA's sum, search and scatter take four kernels, and a copy of 5 us.
+    index = jnp.arange(width.size, dtype=jnp.int32)
+    is_before = index[None] < index[:, None]
+    place = jnp.sum(jnp.where(is_before, width[None], 0), axis=1, dtype=jnp.int32) - begin
     size = offsets.kv_rows // TILE_ROWS + offsets.kv_sequences + 1
     # No two sequences of queries share keys, so the range of a tile's queries is its sequence.
     number = jnp.where(width > 0, _number(tiles[:, 1], tiles[:, 3]), size)
-    if size > MOST_COMPARED:
-        places = jnp.zeros(size, jnp.int32).at[number].set(place, mode="drop")
-    else:
-        is_tile = number[None] == jnp.arange(size, dtype=jnp.int32)[:, None]
-        places = jnp.sum(jnp.where(is_tile, place[None], 0), axis=1, dtype=jnp.int32)
+    is_tile = number[None] == jnp.arange(size, dtype=jnp.int32)[:, None]
+    places = jnp.sum(jnp.where(is_tile, place[None], 0), axis=1, dtype=jnp.int32)
     return jnp.concatenate((tiles, place[:, None]), axis=1), places
-
-
-def _sum_before(numbers: jax.Array) -> jax.Array:
-    """Adds up the numbers before each."""
-    if numbers.size > MOST_COMPARED:
-        return jnp.cumsum(numbers, dtype=jnp.int32) - numbers
-    index = jnp.arange(numbers.size, dtype=jnp.int32)
-    is_before = index[None] < index[:, None]
-    return jnp.sum(jnp.where(is_before, numbers[None], 0), axis=1, dtype=jnp.int32)
 
 
 def rows(
@@ -100,17 +87,14 @@ def store(ctx: BackwardContext, d_scores: jax.Array, item: Any, step: Any) -> No
     if ctx.interpret:
         output[pl.ds(row, WGMMA_M), 0] = d_scores.astype(output.dtype)
         return
-    kind = {"bfloat16": "bf16x2", "float16": "f16x2"}[output.dtype.name]
+    # The product has the same values in registers of its own: if these were stored, ptxas would
+    # serialise all products (C7512). It makes one register of two equal instructions, so pairs are
+    # stored in the reverse order.
+    reversed_pairs = mma.round_early(d_scores, output.dtype)
 
-    @inline.code(output, d_scores, row)
+    @inline.code(output, reversed_pairs, row)
     def _(output: ir.Value, values: Any, row: Integer) -> None:
-        # The product has the same values in registers of its own: if these were stored, ptxas would
-        # serialise all products (C7512). It makes one register of two equal instructions, so pairs
-        # are rounded, and stored, in the reverse order.
-        words = []
-        for pair in values.registers.flat:
-            ptx = f"cvt.rn.{kind}.f32 $0, $1, $2;"
-            words.append(inline.issue_word(ptx, *(vector.extract(pair, [], [i]) for i in (0, 1))))
+        words = [inline.word(pair) for pair in values.registers.flat]
         thread = stores.late_thread_number()
         of_row = thread % stores.ROW_THREADS
         first = row + stores.thread_row(thread, 0)

@@ -105,19 +105,19 @@ def rounded(values: jax.Array) -> jax.Array:
 
 
 def _by_words(ptx: str, values: jax.Array, dtype: Any) -> jax.Array:
-    """Applies PTX to both values of a register, or to their word; returns registers of `dtype`."""
-    kind = plgpu.ShapeDtypeStruct(values.shape, dtype, layout=plgpu.Layout.WGMMA)
+    """Computes registers of two elements of 16 bits from one word, or from two of f32."""
 
-    @inline.code(values, returns=kind)
+    @inline.code(
+        values, returns=plgpu.ShapeDtypeStruct(values.shape, dtype, layout=plgpu.Layout.WGMMA)
+    )
     def computed(array: mgpu.FragmentedArray) -> mgpu.FragmentedArray:
-        result = ir.VectorType.get((2,), mgpu.utils.dtype_to_ir_type(jnp.dtype(dtype)))
+        kind = ir.VectorType.get((2,), mgpu.utils.dtype_to_ir_type(jnp.dtype(dtype)))
         registers = array.registers.copy()
         for i, pair in enumerate(registers.flat):
             is_word = values.dtype == dtype
-            parts = (
-                [inline.word(pair)] if is_word else [vector.extract(pair, [], [j]) for j in (0, 1)]
-            )
-            registers.flat[i] = mgpu.utils.bitcast(inline.issue_word(ptx, *parts), result)
+            parts = [pair] if is_word else [vector.extract(pair, [], [j]) for j in (0, 1)]
+            word = inline.issue_word(ptx, *map(inline.word, parts))
+            registers.flat[i] = mgpu.utils.bitcast(word, kind)
         return inline.accumulator(registers)
 
     return computed

@@ -81,27 +81,22 @@ class Visible(NamedTuple):
         )
 
     def _select_by_row(self, values: jax.Array, inside: bool, fill: float) -> jax.Array:
-        """Selects with ends by row: compares constants, since numbers of columns would occupy a
-        register each.
-        """
-        kind, limits = mma.accumulator_type(values.shape[1]), [self.end]
-        limits += [] if self._begins_at_0 else [self.begin]
+        """Compares constants with ends by row: numbers of columns would occupy a register each."""
+        limits = [self.end] if self._begins_at_0 else [self.end, self.begin]
 
-        @inline.code(values, *limits, returns=kind)
+        @inline.code(values, *limits, returns=mma.accumulator_type(values.shape[1]))
         def selected(values: mgpu.FragmentedArray, *limits: Any) -> mgpu.FragmentedArray:
             column = stores.late_thread_number() % 4 * 2
-            by_half = [[x - column for x in _row_numbers(limit)] for limit in limits]
+            ends, *begins = ([x - column for x in stores.row_numbers(limit)] for limit in limits)
             registers, other = values.registers.copy(), inline.f32(fill)
             for i, pair in enumerate(registers.flat):
-                elements = []
-                for j in range(2):
-                    number = i // 2 * 8 + j
-                    is_inside = by_half[0][i % 2] > number
-                    for begin in by_half[1:]:
+                elements = [vector.extract(pair, [], [j]) for j in (0, 1)]
+                for j, number in enumerate((i // 2 * 8, i // 2 * 8 + 1)):
+                    is_inside = ends[i % 2] > number
+                    for begin in begins:
                         is_inside = is_inside & (begin[i % 2] < number + 1)
-                    element = vector.extract(pair, [], [j])
-                    choices = (element, other) if inside else (other, element)
-                    elements.append(arith.select(is_inside, *choices))
+                    choices = (elements[j], other) if inside else (other, elements[j])
+                    elements[j] = arith.select(is_inside, *choices)
                 registers.flat[i] = vector.from_elements(pair.type, elements)
             return inline.accumulator(registers)
 
@@ -110,12 +105,6 @@ class Visible(NamedTuple):
     def zero_rest(self, tiles: Any) -> None:
         """Zeroes the rows of operand tiles from `end` on; a `commit_smem` must follow."""
         operand_tiles.zero_rows(tiles, self.end)
-
-
-def _row_numbers(limit: Any) -> list[Any]:
-    """Returns the limits of a thread's two rows, in inline code."""
-    is_array = isinstance(limit, mgpu.FragmentedArray)
-    return stores.row_numbers(limit) if is_array else [limit] * 2
 
 
 def ranges_and_gaps(intervals: jax.Array) -> jax.Array:

@@ -16,6 +16,7 @@ from ikbo_jax.rewrite.attention.logit_masks import rows_of
 from ikbo_jax.rewrite.attention.scores import KEY, QUERY, Fill, Scores
 from ikbo_jax.rewrite.facts import masks
 from ikbo_jax.rewrite.interpret import Context, shape_of
+from ikbo_jax.rewrite.rules.elementwise import slice_along
 from ikbo_jax.rewrite.values import lineage, staged
 from ikbo_jax.rewrite.values.lineage import Lineage
 from ikbo_jax.rewrite.values.registry import NotCovered
@@ -49,7 +50,7 @@ class BlockMasks:
         if len(seen) in (0, len(hidden)):
             return key if len(seen) else None
         first, last = int(seen[0]), int(seen[-1]) + 1
-        rows, values = (lineage.slice_along(x, first, last, 1) for x in (key.value, key.values))
+        rows, values = (slice_along(x, first, last, 1) for x in (key.value, key.values))
         return Part(rows, key.start + first, key.start + last, values)
 
     def _state(self, query: Part, key: Part) -> int:
@@ -127,10 +128,10 @@ class BlockMasks:
 
     def _sliced(self, mask: Any, query: Part, key: Part) -> Any:
         """Returns the block of a mask: [batch, *queries, *heads, keys]."""
-        mask = lineage.slice_along(mask, key.start, key.stop, len(self.root.labels) - 1)
+        mask = slice_along(mask, key.start, key.stop, len(self.root.labels) - 1)
         if not self.root.queries:
             return mask
-        return lineage.slice_along(mask, query.start, query.stop, self.axis)
+        return slice_along(mask, query.start, query.stop, self.axis)
 
     def _bias(self, query: Part, keys: list[Part], users: Lineage | None) -> jax.Array | None:
         """Returns the sum of the biases: [batch or 1, heads or 1, queries or 1, keys] float32.

@@ -86,26 +86,26 @@ class Blocks(Root):
         if any(fill.added is None for fill in self.fills):
             raise NotCovered("attention is not recognised: a bias is added to masked logits")
         bias = arranged(bias, scores.labels, self.labels)
-        biases = *(self.bias or ()), _of_bases(lax.neg, bias) if subtracts else bias
+        biases = *(self.bias or ()), of_bases(lax.neg, bias) if subtracts else bias
         origins = self.mask_origins | lineage.origins_of(bias)
         return dataclasses.replace(self, bias=biases, mask_origins=origins)
 
     def scaled_bias(self, factor: float) -> tuple[Any, ...]:
         """Returns the biases times a number."""
-        return tuple(_of_bases(lambda b: b * jnp.asarray(factor, b.dtype), x) for x in self.bias)
+        return tuple(of_bases(lambda b: b * jnp.asarray(factor, b.dtype), x) for x in self.bias)
 
 
 def _kept(mask: Any, keeps: bool) -> Any:
     """Returns where a mask or a bias is True or other than 0; without `keeps`, where it is not."""
     if keeps and mask.dtype == np.bool_:
         return mask
-    return _of_bases(lambda x: kept_by(x, keeps), mask)
+    return of_bases(lambda x: kept_by(x, keeps), mask)
 
 
-def _of_bases(fn: Callable[[Any], Any], x: Any) -> Any:
+def of_bases(fn: Callable[[Any], Any], x: Any) -> Any:
     """Applies an elementwise function to an array, or to the bases of the parts of a value."""
     if isinstance(x, Concat):
-        return Concat(tuple(_of_bases(fn, part) for part in x.parts), x.axis)
+        return Concat(tuple(of_bases(fn, part) for part in x.parts), x.axis)
     return dataclasses.replace(x, base=fn(x.base)) if isinstance(x, Lazy) else fn(x)
 
 

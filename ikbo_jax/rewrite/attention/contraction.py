@@ -1,6 +1,6 @@
 """Rules of products: at the smaller batch, by parts of a concatenation, by linear compression."""
 
-import dataclasses
+import functools
 import itertools
 import math
 from typing import Any
@@ -18,7 +18,7 @@ from ikbo_jax.rewrite.report import cost
 from ikbo_jax.rewrite.rules import one_hot, sums
 from ikbo_jax.rewrite.rules.batched import at_one_batch, batched_product, dims_of
 from ikbo_jax.rewrite.rules.concatenation import of_one_lineage, without_padding
-from ikbo_jax.rewrite.rules.elementwise import concat, of_one_user
+from ikbo_jax.rewrite.rules.elementwise import concat, of_one_user, slice_along
 from ikbo_jax.rewrite.values import lineage, staged
 from ikbo_jax.rewrite.values.lineage import Concat, Deferred, Lazy, Lineage
 from ikbo_jax.rewrite.values.registry import NotCovered
@@ -128,7 +128,7 @@ def _of_concat(ctx: Context, eqn: Any, lhs: Any, rhs: Any) -> Any:
         number = batch.index(whole.axis)
         return concat(
             [
-                multiplied(part, lineage.slice_along(other, start, stop, other_batch[number]))
+                multiplied(part, slice_along(other, start, stop, other_batch[number]))
                 for part, start, stop in whole.pieces()
             ],
             number,
@@ -231,7 +231,7 @@ def _groups(whole: Concat, other: Any, other_axis: int) -> list[tuple[Any, Any]]
             key = (part.lineage, part.axis) if part.lineage else broadcast
         parts, slices = by_lineage.setdefault(key, ([], []))
         parts.append(part)
-        slices.append(lineage.slice_along(other, start, stop, other_axis))
+        slices.append(slice_along(other, start, stop, other_axis))
     groups = []
     for parts, slices in by_lineage.values():
         if len(parts) > 1 and all(map(lineage.is_plain, slices)):
@@ -257,7 +257,8 @@ def _sum_of_products(ctx: Context, eqn: Any, left: bool, groups: Any) -> Any:
         operands = (part, weights) if left else (weights, part)
         if wide and not cost.on_gpu() and _sums_before(eqn):
             # XLA multiplies by 16-bit weights that are transposed, but not to float32.
-            operands = tuple(_as_float32(x) for x in operands)
+            wider = functools.partial(staged.cast, dtype=jnp.float32)
+            operands = tuple(blocks.of_bases(wider, x) for x in operands)
         term = product(ctx, eqn, *operands, preferred=wide, became="product by parts, then added")
         term = ctx.materialise(eqn, term, "sum with a value at candidate batch", copied=False)
         total = term if total is None else lax.add(total, term)
@@ -269,12 +270,6 @@ def _sums_before(eqn: Any) -> bool:
     (contract, _), (batch, _) = dims_of(eqn)
     free = set(range(eqn.invars[0].aval.ndim)) - {*contract, *batch}
     return any(d < max(free) for d in contract) if free else False
-
-
-def _as_float32(x: Any) -> Any:
-    if lineage.is_plain(x):
-        return staged.cast(x, jnp.float32)
-    return dataclasses.replace(x, base=staged.cast(x.base, jnp.float32))
 
 
 def _compress(

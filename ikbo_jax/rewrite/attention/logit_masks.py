@@ -6,10 +6,8 @@ import functools
 import math
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend import core
 
 from ikbo_jax.rewrite.attention import biases
 from ikbo_jax.rewrite.attention.blocks import arranged_array, kept_by, unspread
@@ -80,7 +78,7 @@ def _terms(ctx: Context, bias: Any) -> list[_Term]:
     if name == "add":
         return [term for x in operands for term in _terms(ctx, x)]
     if name == "broadcast_in_dim" and len(inner := _terms(ctx, operands[0])) > 1:
-        return [x._replace(value=_broadcast(ctx, eqn, x.value)) for x in inner]
+        return [x._replace(value=masks.moved(ctx, eqn, x.value)) for x in inner]
     if name == "select_n" and len(operands) == 3:
         mask, *cases = operands
         for rest, keeps in zip(cases[::-1], (True, False), strict=True):
@@ -88,12 +86,6 @@ def _terms(ctx: Context, bias: Any) -> list[_Term]:
             if filled is not None and filled <= LARGE:
                 return [*_terms(ctx, rest), _Term(mask, filled, keeps)]
     return [_Term(bias)]
-
-
-def _broadcast(ctx: Context, eqn: Any, x: Any) -> Any:
-    """Broadcasts another value as an equation broadcasts its operand."""
-    out = core.Var(jax.core.ShapedArray(eqn.outvars[0].aval.shape, x.dtype))
-    return ctx.run_equation(eqn.replace(outvars=[out]), [x])[0]
 
 
 def _added(ctx: Context, eqn: Any, operands: Any, scores: Scores, term: _Term) -> Scores:

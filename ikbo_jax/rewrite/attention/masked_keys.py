@@ -177,7 +177,10 @@ def _replaced(operands: Operands, fills: list[Fill], zero: jax.Array | None) -> 
     merged, _ = merge_attention(out, lse, operands.of_user(rest), operands.of_user(rest_lse))
     if -math.inf not in values:
         return merged
-    nothing = jnp.all(_infinite(fills), axis=1)
+    infinite = jnp.zeros_like(kept)
+    for fill in fills:
+        infinite = jnp.where(fill.kept, infinite, fill.value == -math.inf)
+    nothing = jnp.all(infinite, axis=1)
     nothing = nothing if zero is None else nothing & ~zero
     return jnp.where(operands.of_user(nothing)[..., None, None], _nan_of(operands, nothing), merged)
 
@@ -188,13 +191,6 @@ def _all_kept(fills: list[Fill]) -> tuple[jax.Array, jax.Array]:
     if len(fills) == 1 and fills[0].lengths is not None:
         return kept, fills[0].lengths
     return kept, jnp.sum(kept, axis=1, dtype=jnp.int32)
-
-
-def _infinite(fills: list[Fill]) -> jax.Array:
-    infinite = jnp.zeros_like(fills[0].kept)
-    for fill in fills:
-        infinite = jnp.where(fill.kept, infinite, fill.value == -math.inf)
-    return infinite
 
 
 def _uniform_where(operands: Operands, empty: jax.Array, lengths: jax.Array) -> jax.Array:

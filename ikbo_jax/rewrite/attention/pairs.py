@@ -16,7 +16,7 @@ import numpy as np
 from jax.extend import core
 
 from ikbo_jax.rewrite.attention import contraction, products, score_axes
-from ikbo_jax.rewrite.attention.blocks import Blocks
+from ikbo_jax.rewrite.attention.blocks import Blocks, of_bases
 from ikbo_jax.rewrite.attention.scores import BATCH, KEY, QUERY, Scores
 from ikbo_jax.rewrite.facts import known, masks
 from ikbo_jax.rewrite.interpret import Context
@@ -312,7 +312,9 @@ def _chosen(ctx: Context, scores: Scores, pairs: np.ndarray, kept: np.ndarray | 
             continue
         block = whole if kinds[run[0]] == "plain" else blocks[groups[run[0]]]
         part = _columns(block, flat[run].tolist())
-        parts.append(part if kept[run].all() else _with_zeros(part, kept[run]))
+        if not kept[run].all():
+            part = of_bases(functools.partial(_selected, kept[run][None]), part)
+        parts.append(part)
     return parts[0] if len(parts) == 1 else concat(parts, 1)
 
 
@@ -366,14 +368,9 @@ def _block(ctx: Context, scores: Scores, rows: Any, columns: Any) -> Any:
     return lazy(base, (batch, m * n), product.lineage, 0, product.origins)
 
 
-def _with_zeros(x: Any, kept: np.ndarray) -> Any:
-    """Sets the columns that are not `kept` to 0."""
-    base = _selected(kept[None], x if is_plain(x) else x.base)
-    return base if is_plain(x) else dataclasses.replace(x, base=base)
-
-
 @jax.jit
 def _selected(kept: jax.Array, x: jax.Array) -> jax.Array:
+    """Sets the columns that are not `kept` to 0."""
     return jnp.where(kept, x, 0)
 
 

@@ -20,16 +20,16 @@ import numpy as np
 from jax import lax
 
 from ikbo_jax.rewrite.attention.block_attention import Call
-from ikbo_jax.rewrite.attention.block_functions import BlockFunctions, Mask
+from ikbo_jax.rewrite.attention.block_functions import BlockFunctions
 from ikbo_jax.rewrite.attention.block_parts import Part, at_users, lineage_of, weighted
-from ikbo_jax.rewrite.attention.blocks import Blocks, arranged_array
+from ikbo_jax.rewrite.attention.blocks import arranged_array
 from ikbo_jax.rewrite.attention.operands import Operands, Visible
 from ikbo_jax.rewrite.attention.scores import BATCH, DTYPES, HEAD, KEY, QUERY, Fill, Label, Scores
 from ikbo_jax.rewrite.facts import activations
 from ikbo_jax.rewrite.interpret import shape_of
 from ikbo_jax.rewrite.rules import any_shape
-from ikbo_jax.rewrite.rules.elementwise import ELEMENTWISE, common_shape
-from ikbo_jax.rewrite.values import lineage, staged
+from ikbo_jax.rewrite.rules.elementwise import ELEMENTWISE, common_shape, slice_along
+from ikbo_jax.rewrite.values import staged
 from ikbo_jax.rewrite.values.lineage import Concat, Lazy, Lineage, is_plain, origins_of, spread
 from ikbo_jax.rewrite.values.registry import NotCovered
 
@@ -93,8 +93,12 @@ class PointwiseCall(Call):
                 continue
             call = copy.copy(self)
             try:
-                root = functools.reduce(self._hidden, function.masks, unmasked)
-                call.root = root
+                call.root = unmasked
+                for mask in function.masks:
+                    # What sets weights to 0 is a mask of the logits.
+                    call.root = call.root.masked(
+                        self.ctx, mask.scores, mask.value, mask.keeps, Fill(0.0)
+                    )
                 live = call._trimmed(query, key)
             except NotCovered:
                 call, live = self, key
@@ -102,10 +106,6 @@ class PointwiseCall(Call):
             if live is not None:
                 found.append(_Block(live, call, function.activation))
         return found
-
-    def _hidden(self, root: Blocks, mask: Mask) -> Blocks:
-        """Adds what sets weights to 0 to the masks of the logits."""
-        return root.masked(self.ctx, mask.scores, mask.value, mask.keeps, Fill(0.0))
 
     def _cut_by_labels(
         self, query: Part, key: Part, x: np.ndarray, labels: tuple[Label, ...]
@@ -229,7 +229,7 @@ class PointwiseCall(Call):
             return x
         for label, part in (((KEY, 0), key), ((QUERY, self.axis - 1), query)):
             if label in labels:
-                x = lineage.slice_along(x, part.start, part.stop, labels.index(label))
+                x = slice_along(x, part.start, part.stop, labels.index(label))
         if users is None:
             return self.ctx.build(x)
         array = at_users(x, users, batch)

@@ -55,32 +55,26 @@ def checkpoint(ctx: Context, eqn: Any, *operands: Any) -> Any:
 
 def _checkpointed(ctx: Context, eqn: Any, operands: Sequence[Any]) -> list[Any]:
     """Interprets a checkpointed function at this call alone."""
-    jaxpr = eqn.params["jaxpr"]
-    # Facts about arrays, such as masks of any dtype, depend on the objects: the body closes over
-    # them, and they become operands again.
-    fixed = list(map(is_plain, operands))
-    varying = [x for x, f in zip(operands, fixed, strict=True) if not f]
-    arrays, pack = unpack_all(varying)
-    packs: list[Any] = []
+    jaxpr, packs = eqn.params["jaxpr"], []
 
-    def body(*arrays: Any) -> Any:
+    def body() -> Any:
+        # Facts about operands, such as masks, depend on the objects: the body closes over them, and
+        # their arrays become operands again.
         inner = ctx.inner()
-        packed = iter(pack(arrays))
-        values = [x if f else next(packed) for x, f in zip(operands, fixed, strict=True)]
-        results = exported(inner, inner.run_closed(jaxpr, values, eqn), ctx)
+        results = exported(inner, inner.run_closed(jaxpr, operands, eqn), ctx)
         out, out_pack = unpack_all(results)
         packs.append(out_pack)
         return out
 
-    program = jaxprs.trace(body, arrays, jaxpr)
+    program = jaxprs.trace(body, [], jaxpr)
     if program.effects:
         policy, prevent_cse = eqn.params["policy"], eqn.params["prevent_cse"]
         run = jaxprs.ending_its_trace(body)
-        out = jax.checkpoint(run, policy=policy, prevent_cse=prevent_cse)(*arrays)
+        out = jax.checkpoint(run, policy=policy, prevent_cse=prevent_cse)()
         return packs[-1](out)
     # `jax.checkpoint` would bind the primitive, too, but also look up the arguments' names.
     params = jaxprs.call_params(eqn.params, jaxprs.with_constants_last(program), {})
-    return packs[-1](eqn.primitive.bind(*arrays, *program.consts, **params))
+    return packs[-1](eqn.primitive.bind(*program.consts, **params))
 
 
 def scan(ctx: Context, eqn: Any, *operands: Any) -> Any:

@@ -72,13 +72,10 @@ def custom_vjp(ctx: Context, eqn: Any, *operands: Any) -> Any:
             raise NotImplementedError(THIRD)
         return evaluate(known[number], arrays)
 
-    def forward_of(*arrays: Any) -> Any:
-        return pass_of(0, arrays), arrays
-
-    def backward_of(arrays: Any, gradients: Any) -> Any:
-        return tuple(pass_of(1, [*arrays, *gradients]))
-
-    function.defvjp(forward_of, backward_of)
+    function.defvjp(
+        lambda *arrays: (pass_of(0, arrays), arrays),
+        lambda arrays, gradients: tuple(pass_of(1, [*arrays, *gradients])),
+    )
     return pack_results(function(*arrays))
 
 

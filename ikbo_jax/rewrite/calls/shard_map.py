@@ -56,17 +56,10 @@ class _Rows:
         key = outer, self.spec[axis]
         if key not in lineages:
             lineages[key] = Lineage(index, outer.users, shape[axis])
-        names = _names(self.spec[axis])
-        if names:
+        if names := self.spec[axis]:
             # The rows meet values that differ between devices; their gradients are summed.
             base = lax.pcast(base, names, to="varying")
         return Lazy(base, shape, lineages[key], axis, self.value.origins)
-
-
-def _names(entry: Any) -> tuple[str, ...]:
-    if entry is None:
-        return ()
-    return tuple(entry) if isinstance(entry, (tuple, list)) else (entry,)
 
 
 def shard_map(ctx: Context, eqn: Any, *operands: Any) -> Any:

@@ -86,8 +86,13 @@ def then(eqn: Any, operands: Sequence[Curve | float]) -> Curve | None:
         slopes = (*slopes, inputs[0].slopes[-1] * factor)
     dtype = jnp.dtype(eqn.outvars[0].aval.dtype)
     numbers = frozenset(x for x in operands if not isinstance(x, Curve))
-    dtypes = _dtypes_in(eqn).union(*(x.dtypes for x in inputs))
-    numbers = (numbers | _numbers_in(eqn)).union(*(x.numbers for x in inputs))
+    inside = list(_inside(eqn))
+    computed = (jnp.dtype(v.aval.dtype) for e in (eqn, *inside) for v in e.outvars)
+    literals = (v.val for e in inside for v in e.invars if isinstance(v, core.Literal))
+    dtypes = frozenset(d for d in computed if jnp.issubdtype(d, jnp.inexact))
+    dtypes = dtypes.union(*(x.dtypes for x in inputs))
+    numbers |= {float(np.asarray(x, np.float64)) for x in literals if np.size(x) == 1}
+    numbers = numbers.union(*(x.numbers for x in inputs))
     return Curve(eqn, tuple(operands), dtype, slopes, numbers, dtypes, factor is not None)
 
 
@@ -284,13 +289,3 @@ def _is_known(eqn: Any) -> bool:
     if name in _OF_NUMBERS:
         return eqn.invars[0].aval.size == 1
     return name in ELEMENTWISE
-
-
-def _numbers_in(eqn: core.JaxprEqn) -> frozenset[float]:
-    literals = (v.val for e in _inside(eqn) for v in e.invars if isinstance(v, core.Literal))
-    return frozenset(float(np.asarray(x, np.float64)) for x in literals if np.size(x) == 1)
-
-
-def _dtypes_in(eqn: Any) -> frozenset[Any]:
-    dtypes = (jnp.dtype(v.aval.dtype) for e in (eqn, *_inside(eqn)) for v in e.outvars)
-    return frozenset(d for d in dtypes if jnp.issubdtype(d, jnp.inexact))

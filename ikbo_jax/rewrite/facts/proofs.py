@@ -7,7 +7,7 @@ keeps the first keys of every user.
 
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -48,10 +48,15 @@ def constant(ctx: Any, value: Any) -> float | None:
     numbers = [constant(ctx, x) for x in operands]
     if None in numbers or name not in _ARITHMETIC:
         return None
+    return float(_rounded(eqn, [numbers])[0])
+
+
+def _rounded(eqn: Any, choices: Iterable[Any]) -> np.ndarray:
+    """Computes an equation for numbers of its operands; the program rounds results to its dtype."""
+    compute, aval = _ARITHMETIC[eqn.primitive.name], eqn.outvars[0].aval
     with np.errstate(all="ignore"):
-        result = _ARITHMETIC[name](eqn.params, *numbers)
-        # The program rounds the result to its dtype.
-        return float(np.asarray(result, eqn.outvars[0].aval.dtype).astype(np.float64))
+        results = [compute(eqn.params, *numbers) for numbers in choices]
+        return np.asarray(results).astype(aval.dtype).astype(np.float64)
 
 
 #: Primitives that compute few numbers from few numbers.
@@ -89,12 +94,8 @@ def possible_values(ctx: Any, value: Any, depth: int = _DEPTH) -> set[float] | N
         return possible_values(ctx, operands[0], depth - 1)
     if name == "convert_element_type":
         of_operand = possible_values(ctx, operands[0], depth - 1)
-        if of_operand is None:
-            return None
-        with np.errstate(all="ignore"):
-            # The cast to a narrower dtype may overflow.
-            cast = np.asarray(list(of_operand)).astype(eqn.outvars[0].aval.dtype)
-        return set(cast.astype(np.float64).tolist())
+        # The cast to a narrower dtype may overflow.
+        return of_operand and set(_rounded(eqn, zip(of_operand)).tolist())
     if name == "select_n":
         operands = operands[1:]
     elif name not in _OF_FEW:
@@ -105,11 +106,9 @@ def possible_values(ctx: Any, value: Any, depth: int = _DEPTH) -> set[float] | N
         return None
     if name == "select_n":
         return set().union(*(x for x in choices if x))
-    pairs = itertools.product(*(x for x in choices if x is not None))
-    with np.errstate(all="ignore"):
-        values = [_ARITHMETIC[name](eqn.params, *pair) for pair in pairs]
-        rounded = np.asarray(values, eqn.outvars[0].aval.dtype).astype(np.float64)
-    return set(rounded.tolist()) if len(set(values)) <= 4 and not np.isnan(rounded).any() else None
+    rounded = _rounded(eqn, itertools.product(*(x for x in choices if x is not None)))
+    values = set(rounded.tolist())
+    return values if len(values) <= 4 and not np.isnan(rounded).any() else None
 
 
 def _may_fill(eqn: Any) -> bool:
@@ -134,12 +133,6 @@ def is_fixed(ctx: Any, value: Any) -> bool:
 
 #: The number of values among which `is_fixed` searches for inputs.
 _FEW_EQUATIONS = 64
-
-
-def moved_from(ctx: Any, value: Any) -> Any:
-    """Returns the operand of a value's producing equation if it is in `MOVES`; else None."""
-    name, _, operands = ctx.made_by(value)
-    return operands[0] if name in MOVES else None
 
 
 def source_of_mask(ctx: Any, mask: Any, names: Any) -> tuple[Any, tuple[Any, ...]]:

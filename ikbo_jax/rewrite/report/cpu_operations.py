@@ -118,13 +118,17 @@ class Operations:
             copied: Sequence[int] = ()
             if name == "dot_general":
                 operands, copied = self._read_by_product(eqn, operands)
-            elif operands and (name == "transpose" or name in REDUCTIONS):
+            elif operands and (name in ("slice", "transpose") or name in REDUCTIONS):
                 maker = makers.get(operands[0])
                 if maker and name == "transpose" and _is_undone(maker.eqn, eqn):
                     numbers[eqn.outvars[0]] = maker.operands[0]
                     continue
-                if maker and name != "transpose" and _is_of_parts(maker.eqn, eqn):
-                    operands = maker.operands
+                if maker and name == "slice":
+                    operands = _sliced(maker, eqn) or operands
+                elif maker and maker.eqn.primitive.name == "concatenate":
+                    # XLA reduces the parts, of a reduction along the concatenated axis.
+                    is_along = maker.eqn.params["dimension"] in params.get("axes", ())
+                    operands = maker.operands if is_along else operands
             if name in _MERGED:
                 fixed = [
                     (d, complex(v.val)) for d, v in enumerate(eqn.invars) if type(v) is literal
@@ -233,10 +237,22 @@ def _is_undone(transpose: core.JaxprEqn, eqn: core.JaxprEqn) -> bool:
     return order == sorted(order)
 
 
-def _is_of_parts(maker: core.JaxprEqn, reduction: core.JaxprEqn) -> bool:
-    """Whether a reduction of a concatenation reduces the parts, which XLA then does."""
-    is_joined = maker.primitive.name == "concatenate"
-    return is_joined and maker.params["dimension"] in reduction.params.get("axes", ())
+def _sliced(maker: Operation, eqn: core.JaxprEqn) -> list[int]:
+    """Returns the part of a concatenation that holds a slice with a stride, or [].
+
+    XLA slices the part then, as in each loop of a scan over [history, candidate]. Without strides
+    it does, too, but the estimate of DLRM, which slices pairs, would be further from XLA's count.
+    """
+    is_joined = maker.eqn.primitive.name == "concatenate" and eqn.params["strides"]
+    if not is_joined or len(maker.operands) < len(maker.eqn.invars):
+        return []
+    along, stop = maker.eqn.params["dimension"], 0
+    first, last = (eqn.params[f"{end}_indices"][along] for end in ("start", "limit"))
+    for v, n in zip(maker.eqn.invars, maker.operands, strict=True):
+        start, stop = stop, stop + cast("Any", v.aval).shape[along]
+        if start <= first and last <= stop:
+            return [n]
+    return []
 
 
 def _kind_of_product(eqn: core.JaxprEqn) -> str:

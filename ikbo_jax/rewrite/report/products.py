@@ -1,6 +1,5 @@
 """Kinds of operations, and the floating-point operations of products."""
 
-import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -135,10 +134,6 @@ def _useful_flops(problem: Any) -> int:
 Sums = list[int]
 
 
-def _amount(n: int, cost: tuple[int, Sequence[int]]) -> int:
-    return cost[1][n]
-
-
 def sums_of_calls(
     eqn: core.JaxprEqn, known: dict[Any, Any], count: Callable[[Any], Sequence[int]]
 ) -> Sums:
@@ -154,7 +149,7 @@ def sums_of_calls(
     if eqn.primitive.name == "cond":
         # The branch with most FLOPs; of two, the one with more bytes.
         for n in (1, 0):
-            costs.insert(0, lineage.largest(costs, functools.partial(_amount, n)))
+            costs.insert(0, lineage.largest(costs, lambda cost, n=n: cost[1][n]))
         costs = costs[:1]
     flops = sum([length * sums[0] for _, sums in costs])
     return [flops, *(sum([times * sums[n] for times, sums in costs]) for n in (1, 2))]

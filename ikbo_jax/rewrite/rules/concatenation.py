@@ -6,7 +6,13 @@ from typing import Any
 from ikbo_jax.rewrite.facts import proofs
 from ikbo_jax.rewrite.interpret import Context, shape_of
 from ikbo_jax.rewrite.rules import reselect, reshape
-from ikbo_jax.rewrite.rules.elementwise import at_user_batch, by_part, common_lineage, concat
+from ikbo_jax.rewrite.rules.elementwise import (
+    at_user_batch,
+    by_part,
+    common_lineage,
+    concat,
+    slice_along,
+)
 from ikbo_jax.rewrite.values import lineage, staged
 from ikbo_jax.rewrite.values.lineage import (
     Concat,
@@ -33,7 +39,11 @@ def concatenated(ctx: Context, eqn: Any, operands: Any, axis: int, shape: tuple[
     """Concatenates values to the shape `shape`; their parts stay lazy."""
     first = operands[0]
     if shape_of(first)[axis] == 1 and all(x is first for x in operands):
-        return _copies(ctx, eqn, first, axis, shape)
+        if tuple(first.shape) == shape:
+            return first
+        if isinstance(first, Lazy) and first.axis != axis or is_plain(first):
+            return repeated(ctx, eqn, first, shape, "repeated")
+        raise NotCovered("copies of a concatenation")
     if all(map(is_plain, operands)):
         return staged.concatenate(operands, axis)
     across = [x for x in operands if isinstance(x, Concat) and x.axis != axis]
@@ -51,14 +61,6 @@ def concatenated(ctx: Context, eqn: Any, operands: Any, axis: int, shape: tuple[
         base, origins = concatenated_bases(parts, axis), origins_of(*parts)
         return at_user_batch(ctx, eqn, base, shape, value_lineage, user_axis, origins)
     return Concat(tuple(_joined_neighbours(parts, axis)), axis)
-
-
-def _copies(ctx: Context, eqn: Any, x: Any, axis: int, shape: tuple[int, ...]) -> Any:
-    if tuple(x.shape) == shape:
-        return x
-    if not is_plain(x) and not isinstance(x, Lazy) or has_lineage(x) and x.axis == axis:
-        raise NotCovered("copies of a concatenation")
-    return repeated(ctx, eqn, x, shape, "repeated")
 
 
 def repeated(ctx: Context, eqn: Any, x: Any, shape: tuple[int, ...], verb: str) -> Any:
@@ -137,7 +139,7 @@ def unstack(ctx: Context, eqn: Any, x: Any) -> Any:
     axis = eqn.params["axis"]
     if not isinstance(x, Lazy) or x.axis == axis:
         raise NotCovered("unstack of the looked-up axis, or of a concatenation")
-    pieces = (lineage.slice_along(x, n, n + 1, axis) for n in range(x.shape[axis]))
+    pieces = (slice_along(x, n, n + 1, axis) for n in range(x.shape[axis]))
     shape = tuple(eqn.outvars[0].aval.shape)
     return [reshape.reshape_to(ctx, eqn, piece, shape) for piece in pieces]
 

@@ -274,7 +274,7 @@ def by_part(
         cut = [
             x.parts[n]
             if isinstance(x, Concat) and x.axis == axis
-            else lineage.slice_along(x, start, stop, axis)
+            else slice_along(x, start, stop, axis)
             for x in operands
         ]
         parts.append(run(cut, (*shape[:axis], stop - start, *shape[axis + 1 :])))
@@ -349,32 +349,13 @@ def _reduce_concat(ctx: Context, eqn: Any, x: Concat) -> Any:
 REDUCTIONS = (*_COMBINED, "reduce_xor", "argmax", "argmin")
 
 
-def cumulative(ctx: Context, eqn: Any, x: Any) -> Any:
-    """Accumulates along another axis than the looked-up axis."""
-    return in_rows(ctx, eqn, x, [eqn.params["axis"]])
-
-
-def in_rows(ctx: Context, eqn: Any, x: Any, axes: Sequence[int], *rest: Any) -> Any:
-    """Runs an equation that works along `axes` in every row of a lookup by itself."""
-    if not isinstance(x, Lazy) or not all(map(is_plain, rest)):
-        raise NotCovered(f"{eqn.primitive.name} of a concatenation")
-    if x.axis in axes:
-        raise NotCovered(f"{eqn.primitive.name} along the looked-up axis")
-    bases, shape = ctx.bind(eqn, spread_axes(x, axes).base, *rest), eqn.outvars[0].aval.shape
-    out = [
-        at_user_batch(ctx, eqn, base, shape, x.lineage, x.axis, x.origins)
-        for base in (bases if eqn.primitive.multiple_results else [bases])
-    ]
-    return out if eqn.primitive.multiple_results else out[0]
-
-
 def slice_(ctx: Context, eqn: Any, x: Any) -> Any:
     """Slices the base or every part."""
     params = eqn.params
     return sliced(ctx, x, params["start_indices"], params["limit_indices"], params["strides"])
 
 
-def sliced(ctx: Context, x: Any, starts: Any, stops: Any, strides: Any = None) -> Any:
+def sliced(ctx: Context | None, x: Any, starts: Any, stops: Any, strides: Any = None) -> Any:
     """Computes `lax.slice(x, starts, stops, strides)` of any value."""
     starts, stops, strides = list(starts), list(stops), list(strides or [1] * len(starts))
     if isinstance(x, Concat):
@@ -395,14 +376,23 @@ def sliced(ctx: Context, x: Any, starts: Any, stops: Any, strides: Any = None) -
     return base if is_plain(x) else lazy(base, tuple(shape), x.lineage, axis, x.origins)
 
 
-def sliced_along(ctx: Context, x: Any, start: int, stop: int, axis: int) -> Any:
+def sliced_along(ctx: Context | None, x: Any, start: int, stop: int, axis: int) -> Any:
     """Computes `x[..., start:stop, ...]` along `axis`, of any value."""
     starts, stops = [0] * len(x.shape), list(x.shape)
     starts[axis], stops[axis] = start, stop
     return sliced(ctx, x, starts, stops)
 
 
-def _slice_concat(ctx: Context, x: Concat, starts: Any, stops: Any, strides: Any) -> Any:
+def slice_along(x: Any, start: int, stop: int, axis: int) -> Any:
+    """Slices along `axis`, which must not be looked up; a dimension of size 1 stays."""
+    if not (shape := shape_of(x)) or shape[axis] == 1:
+        return x
+    if is_plain(x):
+        return staged.slice_in_dim(x, start, stop, axis)
+    return sliced_along(None, x, start, stop, axis)
+
+
+def _slice_concat(ctx: Context | None, x: Concat, starts: Any, stops: Any, strides: Any) -> Any:
     if strides[x.axis] != 1:
         raise NotCovered("slice of a concatenation with a stride")
     parts = []

@@ -102,8 +102,9 @@ def _index(ctx: Context, x: Any, dim: int) -> Any:
         if np.shape(base_of(index)) != (*x.shape[:dim], 1, *x.shape[dim + 1 :]):
             continue
         while index is not None and shape_of(index) != batch:
-            in_order = _keeps_order(ctx, index, batch)
-            index = proofs.moved_from(ctx, index) if in_order else None
+            name, _, operands = ctx.made_by(index)
+            is_moved = name in proofs.MOVES and _keeps_order(ctx, index, batch)
+            index = operands[0] if is_moved else None
         if index is None or not is_plain(index):
             return None
         if not jnp.issubdtype(index.dtype, jnp.integer):

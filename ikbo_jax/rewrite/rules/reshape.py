@@ -77,7 +77,7 @@ def _reshape_lazy(
             base_shape += [n if n == 1 else x.base.shape[x.axis] for n in sizes]
         elif all(x.base.shape[d] == 1 for d in dims):
             base_shape += [1] * len(sizes)
-        elif x.lineage is None and repeat is None and _repeats(x, dims, sizes):
+        elif x.lineage is None and repeat is None and len(sizes) == 1 and _is_pair(x, dims):
             repeat = (len(base_shape), dims)
             base_shape.append(math.prod(x.base.shape[d] for d in dims))
         else:
@@ -91,10 +91,10 @@ def _reshape_lazy(
     return lazy(base, tuple(shape), x.lineage, axis, x.origins)
 
 
-def _repeats(x: Lazy, dims: list[int], sizes: list[int]) -> bool:
-    """Whether a reshape merges a dimension with a broadcast dimension, which repeats its rows."""
+def _is_pair(x: Lazy, dims: list[int]) -> bool:
+    """Whether a dimension is merged with a broadcast dimension, which repeats its rows."""
     full = [d for d in dims if x.shape[d] != 1]
-    return len(sizes) == 1 and len(full) == 2 and sum(x.base.shape[d] == 1 for d in full) == 1
+    return len(full) == 2 and sum(x.base.shape[d] == 1 for d in full) == 1
 
 
 def _repeated(ctx: Context, x: Lazy, base: Any, shape: Any, axis: int, dims: list[int]) -> Any:

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ikbo_jax.rewrite.interpret import Context, shape_of
-from ikbo_jax.rewrite.rules import elementwise
+from ikbo_jax.rewrite.rules import elementwise, row_rules
 from ikbo_jax.rewrite.rules.reshaped_axes import (
     Axes,
     axes_of,
@@ -109,13 +109,13 @@ def dimension_wise(axes: Axes, eqn: Any, operands: Any) -> Any:
     return found, axes.groups
 
 
-@_rule
-def fft(axes: Axes, eqn: Any, operands: Any) -> Any:
-    """Transforms the last dimensions."""
-    for group in axes.groups[len(axes.groups) - len(eqn.params["fft_lengths"]) :]:
-        if not group.is_plain:
-            raise NotCovered("fft along dimensions that look rows up together")
-    return {}, axes.groups
+def in_rows(ctx: Context, eqn: Any, *operands: Any) -> Any:
+    """Works along other dimensions, which parameters number or have an entry for."""
+    axes = axes_of(operands[0].groups)
+    for axis in row_rules.IN_ROWS[eqn.primitive.name](eqn.params, len(axes.shape)):
+        axes.single(axis)
+    has_entries = "window_dimensions" in eqn.params
+    return (dimension_wise if has_entries else in_place)(ctx, eqn, *operands)
 
 
 @_rule

@@ -1,5 +1,6 @@
 """Rules of primitives that work on every row by itself, if they take the looked-up axis whole."""
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -15,7 +16,6 @@ from ikbo_jax.rewrite.rules.elementwise import (
     at_user_batch,
     common_lineage,
     concat,
-    in_rows,
     sliced,
 )
 from ikbo_jax.rewrite.values import constraints, lineage
@@ -26,11 +26,6 @@ from ikbo_jax.rewrite.values.registry import NotCovered
 def sharding_constraint(ctx: Context, eqn: Any, x: Any) -> Any:
     """Returns the value, whose array is placed if it is built."""
     return constraints.constrained(ctx, x, eqn.params["sharding"], lambda x: ctx.bind(eqn, x))
-
-
-def has_equal_rows(_: Context, eqn: Any, __: Any) -> bool:
-    """Whether an iota has several dimensions along which its numbers may be equal."""
-    return sum(n != 1 for n in eqn.params["shape"]) > 1
 
 
 def iota(ctx: Context, eqn: Any, *dynamic: Any) -> Any:
@@ -62,12 +57,6 @@ def sort(ctx: Context, eqn: Any, *operands: Any) -> Any:
     return [at_user_batch(ctx, eqn, base, shape, users, axis, origins) for base in bases]
 
 
-def fft(ctx: Context, eqn: Any, x: Any) -> Any:
-    """Transforms along the last axes."""
-    rank, count = len(x.shape), len(eqn.params["fft_lengths"])
-    return in_rows(ctx, eqn, x, range(rank - count, rank))
-
-
 def rev(ctx: Context, eqn: Any, x: Any) -> Any:
     """Reverses the base, the index, or every part."""
     along = [int(d) for d in eqn.params["dimensions"]]
@@ -84,68 +73,47 @@ def rev(ctx: Context, eqn: Any, x: Any) -> Any:
     return at_user_batch(ctx, eqn, base, x.shape, x.lineage, x.axis, x.origins)
 
 
-def pad(ctx: Context, eqn: Any, x: Any, padding_value: Any) -> Any:
-    """Pads other axes than the looked-up axis with a number."""
+def pad(ctx: Context, eqn: Any, x: Any, number: Any) -> Any:
+    """Pads with a number; along the looked-up or concatenated axis, by a concatenation."""
     config = [tuple(amounts) for amounts in eqn.params["padding_config"]]
-    if not lineage.is_plain(padding_value):
+    if not lineage.is_plain(number):
         raise NotCovered("pad with a lazy value")
-    shape = tuple(eqn.outvars[0].aval.shape)
-    if isinstance(x, Concat):
-        return _pad_concat(ctx, eqn, x, padding_value, config, shape)
     if lineage.is_plain(x):
-        return ctx.bind(eqn, x, padding_value)
-    padded = [d for d, amounts in enumerate(config) if amounts != (0, 0, 0)]
-    if x.axis in padded:
-        return _pad_rows(ctx, eqn, x, padding_value, config)
-    x = lineage.spread_axes(x, padded)
-    base = ctx.bind(eqn, x.base, padding_value)
-    return at_user_batch(ctx, eqn, base, shape, x.lineage, x.axis, x.origins)
+        return ctx.bind(eqn, x, number)
+    axis, shape = x.axis, tuple(eqn.outvars[0].aval.shape)
+    if isinstance(x, Concat) or lineage.has_lineage(x) and config[axis] != (0, 0, 0):
+        return _pad_by_rows(ctx, eqn, x, number, config)
+    x = lineage.spread_axes(x, [d for d, amounts in enumerate(config) if amounts != (0, 0, 0)])
+    base = ctx.bind(eqn, x.base, number)
+    return at_user_batch(ctx, eqn, base, shape, x.lineage, axis, x.origins)
 
 
-def _pad_rows(ctx: Context, eqn: Any, x: Lazy, number: Any, config: list[Any]) -> Any:
-    """Pads the looked-up axis: concatenates rows of numbers."""
-    axis, shape = x.axis, list(x.shape)
-    low, high, between = config[axis]
-    if low < 0 or high < 0 or between or any(any(c) for d, c in enumerate(config) if d != axis):
-        raise NotCovered("pad that cuts or spaces the looked-up axis, or pads several axes")
-    row = lax.broadcast(number, (1,) * len(shape))
-    parts = [x]
-    for at, size in ((0, low), (2, high)):
-        if size:
-            parts.insert(at, Lazy(row, (*shape[:axis], size, *shape[axis + 1 :])))
-    return reselect.concatenated(ctx, parts, axis, eqn.outvars[0].aval.shape)
-
-
-def _pad_concat(
-    ctx: Context, eqn: Any, x: Concat, number: Any, config: list[Any], shape: tuple[int, ...]
-) -> Any:
-    """Pads every part along the other axes, and adds padding along the axis as further parts."""
-    axis = x.axis
+def _pad_by_rows(ctx: Context, eqn: Any, x: Any, number: Any, config: list[Any]) -> Any:
+    """Pads every part along the other axes, and adds rows of a number along the axis."""
+    axis, aval = x.axis, eqn.outvars[0].aval
     low, high, between = config[axis]
     if low < 0 or high < 0 or between:
-        raise NotCovered("pad that cuts or spaces a concatenation")
-    config[axis] = (0, 0, 0)
+        raise NotCovered("pad that cuts or spaces the looked-up axis, or a concatenation")
+    config[axis], shape = (0, 0, 0), aval.shape
     params = {**eqn.params, "padding_config": tuple(config)}
-    parts = []
-    for part, size in zip(x.parts, x.sizes, strict=True):
-        aval = eqn.outvars[0].aval.update(shape=(*shape[:axis], size, *shape[axis + 1 :]))
-        part_eqn = eqn.replace(params=params, outvars=[core.Var(aval)])
-        parts.append(pad(ctx, part_eqn, part, number))
+    parts: list[Any] = []
+    for part in x.parts if isinstance(x, Concat) else (x,):
+        whole = (*shape[:axis], part.shape[axis], *shape[axis + 1 :])
+        of_part = eqn.replace(params=params, outvars=[core.Var(aval.update(shape=whole))])
+        parts.append(pad(ctx, of_part, part, number) if any(map(any, config)) else part)
     ones = (1,) * len(shape)
     # Products that sum over the axis leave zeros out that are known as such.
-    value, dtype = proofs.constant(ctx, number), eqn.outvars[0].aval.dtype
-    base: Any = np.full(ones, value, dtype) if value == 0 else lax.broadcast(number, ones)
+    is_zero = proofs.constant(ctx, number) == 0
+    base: Any = np.zeros(ones, aval.dtype) if is_zero else lax.broadcast(number, ones)
     for at, size in ((0, low), (len(parts) + 1, high)):
-        whole = (*shape[:axis], size, *shape[axis + 1 :])
-        padding = lineage.lazy(base, whole, None, -1, frozenset())
         if size:
-            parts.insert(at, padding)
-    return concat(parts, axis)
-
-
-def top_k(ctx: Context, eqn: Any, x: Any) -> Any:
-    """Takes the largest elements of every row."""
-    return in_rows(ctx, eqn, x, [eqn.params.get("axis", len(x.shape) - 1)])
+            whole = (*shape[:axis], size, *shape[axis + 1 :])
+            parts.insert(at, lineage.lazy(base, whole, None, -1, frozenset()))
+    if isinstance(x, Concat):
+        return concat(parts, axis)
+    # A row of numbers that is as long as it is broadcast is looked up, too.
+    parts = [Lazy(y, y.shape) if lineage.is_plain(y) else y for y in parts]
+    return reselect.concatenated(ctx, parts, axis, shape)
 
 
 def convolution(ctx: Context, eqn: Any, x: Any, kernel: Any) -> Any:
@@ -165,18 +133,37 @@ def convolution(ctx: Context, eqn: Any, x: Any, kernel: Any) -> Any:
     )
 
 
-def reduce_window(ctx: Context, eqn: Any, x: Any, *rest: Any) -> Any:
-    """Pools over windows along other axes than the looked-up axis."""
-    params = eqn.params
-    dilation = [params.get(f"{of}_dilation") or (1,) * len(x.shape) for of in ("base", "window")]
-    across = [
-        d
-        for d, sizes in enumerate(
-            zip(params["window_dimensions"], params["window_strides"], *dilation, strict=True)
-        )
-        if (*sizes, *params["padding"][d]) != (1, 1, 1, 1, 0, 0)
-    ]
-    return in_rows(ctx, eqn, x, across, *rest)
+def _windowed(params: Any, rank: int) -> Sequence[int]:
+    """Returns the axes along which windows have more than one element, or are strided or padded."""
+    dilation = [params.get(f"{of}_dilation") or (1,) * rank for of in ("base", "window")]
+    sizes = zip(params["window_dimensions"], params["window_strides"], *dilation, strict=True)
+    of_axes = zip(sizes, params["padding"], strict=True)
+    return [d for d, (own, padding) in enumerate(of_axes) if (*own, *padding) != (1, 1, 1, 1, 0, 0)]
+
+
+_CUMULATIVE = ("cumlogsumexp", "cummax", "cummin", "cumprod", "cumsum")
+_WINDOWS = ("reduce_window", "reduce_window_max", "reduce_window_min", "reduce_window_sum")
+#: Along which axes an equation works, by its parameters and the number of axes, by primitive.
+IN_ROWS: dict[str, Callable[[Any, int], Sequence[int]]] = {
+    **dict.fromkeys(_CUMULATIVE, lambda params, _: [params["axis"]]),
+    "fft": lambda params, rank: range(rank - len(params["fft_lengths"]), rank),
+    **dict.fromkeys(_WINDOWS, _windowed),
+    "top_k": lambda params, rank: [params.get("axis", rank - 1)],
+}
+
+
+def in_rows(ctx: Context, eqn: Any, x: Any, *rest: Any) -> Any:
+    """Runs an equation that works along some axes in every row of a lookup by itself."""
+    if not isinstance(x, Lazy) or not all(map(lineage.is_plain, rest)):
+        raise NotCovered(f"{eqn.primitive.name} of a concatenation")
+    axes = IN_ROWS[eqn.primitive.name](eqn.params, len(x.shape))
+    if x.axis in axes:
+        raise NotCovered(f"{eqn.primitive.name} along the looked-up axis")
+    found = ctx.bind(eqn, lineage.spread_axes(x, axes).base, *rest)
+    bases = found if eqn.primitive.multiple_results else [found]
+    shape = eqn.outvars[0].aval.shape
+    out = [at_user_batch(ctx, eqn, y, shape, x.lineage, x.axis, x.origins) for y in bases]
+    return out if eqn.primitive.multiple_results else out[0]
 
 
 def dynamic_slice(ctx: Context, eqn: Any, x: Any, *starts: Any) -> Any:

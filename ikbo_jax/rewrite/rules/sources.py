@@ -11,7 +11,7 @@ from jax import lax
 from ikbo_jax.rewrite.facts import proofs
 from ikbo_jax.rewrite.interpret import Context, shape_of
 from ikbo_jax.rewrite.rules import concatenation, placing, positions, reselect, reshaped_lookups
-from ikbo_jax.rewrite.rules.elementwise import at_user_batch, concat
+from ikbo_jax.rewrite.rules.elementwise import at_user_batch, concat, slice_along
 from ikbo_jax.rewrite.rules.table_rows import column_of, looked_up
 from ikbo_jax.rewrite.values import lineage, rows, staged
 from ikbo_jax.rewrite.values.equations import op_plan
@@ -117,7 +117,7 @@ def _gather_rows_or_bind(
             if is_larger and not (lineage.has_lineage(operand) and operand.axis in fixed):
                 _check_no_other_column_fills(ctx, eqn, indices, {axis, *fixed})
                 for other, start in fixed.items():
-                    operand = lineage.slice_along(operand, start, start + sizes[other], other)
+                    operand = slice_along(operand, start, start + sizes[other], other)
                 return _gather_rows(ctx, eqn, operand, indices, axis, out_shape)
     if lineage.has_lineage(operand):
         raise NotCovered("gather along the looked-up axis that is no lookup of rows")

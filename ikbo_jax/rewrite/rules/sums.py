@@ -10,15 +10,9 @@ from typing import Any
 from jax import lax
 
 from ikbo_jax.rewrite.interpret import Context, shape_of
+from ikbo_jax.rewrite.rules.elementwise import slice_along
 from ikbo_jax.rewrite.values import staged
-from ikbo_jax.rewrite.values.lineage import (
-    Concat,
-    Lazy,
-    base_of,
-    is_at_least,
-    is_plain,
-    slice_along,
-)
+from ikbo_jax.rewrite.values.lineage import Concat, Lazy, base_of, is_at_least, is_plain
 
 #: How deep sums of sums are followed.
 _DEPTH = 3

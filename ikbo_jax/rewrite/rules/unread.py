@@ -118,7 +118,15 @@ class _Walk:
             if any(x != _Rows(numbers[1], 0, 1) for x in found):
                 raise RowsAreRead
             after = [_Rows(numbers[1], 0, 1) if marker == "unread_rows" else None]
-        elif name in _CALLS and op_plan(eqn) is None or name == _JVP and _keeps_rows(eqn, found):
+        elif (
+            name in _CALLS
+            and op_plan(eqn) is None
+            or name == _JVP
+            and (
+                # The function's derivative may mix rows.
+                not found or any_shape.is_elementwise_jvp(eqn)
+            )
+        ):
             inner = eqn.params["call_jaxpr" if name == _JVP else "jaxpr"]
             return list(zip(*self.program(inner, numbers, rows), strict=True))
         elif found and (name in ELEMENTWISE or name in RULES):
@@ -141,11 +149,6 @@ def _marks(program: core.Jaxpr) -> bool:
         eqn.params.get("name") == "unread_rows" or any(map(_marks, inner_programs(eqn)))
         for eqn in program.eqns
     )
-
-
-def _keeps_rows(eqn: core.JaxprEqn, found: Sequence[_Rows]) -> bool:
-    """Whether the derivative of a `custom_jvp` function mixes no rows, or no row differs."""
-    return not found or any_shape.is_elementwise_jvp(eqn)
 
 
 def _after(eqn: core.JaxprEqn, result: Any, rows: Sequence[_Rows | None]) -> _Rows:

@@ -72,8 +72,13 @@ def _with_live_programs(
 ) -> core.JaxprEqn | None:
     """Removes dead code from an equation's programs; the same object if there is none."""
     programs = inner_programs(eqn)
-    if not programs or eqn.params.get("name") in OPS and _begins_with_own_gradient(programs[0]):
-        # An op's dead code is no lookup of the model, and XLA removes it.
+    if not programs:
+        return eqn
+    first = programs[0].eqns[:1] if eqn.params.get("name") in OPS else ()
+    if first and first[0].primitive.name == "custom_vjp_call":
+        # An op's dead code is no lookup of the model, and XLA removes it. A model's function may
+        # have an op's name, but seldom begins like the op, with a gradient of its own. `op_plan`
+        # would tell them apart for sure, at 3 % of the work of tracing two layers.
         return eqn
     used = [v in needed for v in eqn.outvars]
     if all(used) or eqn.primitive.name == "scan" and _are_carried(eqn, used):
@@ -104,12 +109,3 @@ def _are_carried(scan: core.JaxprEqn, used: list[bool]) -> bool:
             return False
         used = more
     return True
-
-
-def _begins_with_own_gradient(program: core.Jaxpr) -> bool:
-    """Whether the first equation of a program has a gradient of its own, as in an op's program.
-
-    A model's function may have an op's name, but seldom begins like the op. `op_plan` would tell
-    them apart for sure, at 3 % of the work of tracing two layers.
-    """
-    return bool(program.eqns) and program.eqns[0].primitive.name == "custom_vjp_call"

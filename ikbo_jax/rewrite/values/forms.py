@@ -16,7 +16,6 @@ from ikbo_jax.rewrite.values.lineage import (
     base_of,
     is_only_broadcast,
     is_plain,
-    slice_along,
     spread,
 )
 from ikbo_jax.rewrite.values.registry import NotCovered
@@ -148,8 +147,9 @@ def widened(value: Any, like: Any) -> Any:
             return None
         parts = []
         for part, start, stop in like.pieces():
-            cut = slice_along(value, start, stop, like.axis)
-            parts.append(spread(cut.base, cut.shape) if is_plain(part) else widened(cut, part))
+            sizes = (*value.shape[: like.axis], stop - start, *value.shape[like.axis + 1 :])
+            cut = dataclasses.replace(value, shape=sizes)
+            parts.append(spread(cut.base, sizes) if is_plain(part) else widened(cut, part))
         return None if any(part is None for part in parts) else Concat(tuple(parts), like.axis)
     if isinstance(like, Reshaped) and is_only_broadcast(value):
         rest, shape = iter(value.base.shape), list[int]()

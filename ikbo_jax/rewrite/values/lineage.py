@@ -271,42 +271,6 @@ def lazy(
     return Lazy(base, tuple(shape), lineage, axis if lineage is not None else -1, origins)
 
 
-def slice_along(value: Any, start: int, stop: int, axis: int) -> Any:
-    """Slices `value[..., start:stop, ...]` along `axis`, which must not be looked up.
-
-    A dimension of size 1 stays.
-    """
-    if type(value) is Concat:
-        return _slice_of_parts(value, start, stop, axis)
-    base = base_of(value)
-    rows = staged.shape_of(base)
-    if not rows:
-        return value
-    if type(value) is Lazy:
-        assert axis != value.axis
-        shape = list(value.shape)
-        shape[axis] = stop - start if shape[axis] != 1 else 1
-        if rows[axis] != 1:
-            base = staged.slice_in_dim(base, start, stop, axis=axis)
-        return dataclasses.replace(value, base=base, shape=tuple(shape))
-    if rows[axis] == 1:
-        return value
-    return staged.slice_in_dim(value, start, stop, axis=axis)
-
-
-def _slice_of_parts(value: Concat, start: int, stop: int, axis: int) -> Any:
-    if value.axis != axis:
-        parts = [slice_along(part, start, stop, axis) for part in value.parts]
-        return Concat(tuple(parts), value.axis)
-    found = []
-    for part, first, last in value.pieces():
-        if max(start, first) < min(stop, last):
-            found.append(
-                slice_along(part, max(start, first) - first, min(stop, last) - first, axis)
-            )
-    return found[0] if len(found) == 1 else Concat(tuple(found), axis)
-
-
 def is_at_least(size: Any, other: Any) -> bool:
     """Whether `size >= other`, for all values of symbolic dimensions."""
     difference = size - other
