@@ -25,16 +25,12 @@ def column_blocks(values: jax.Array, blocks: int) -> list[jax.Array]:
 
 
 def stage_rows(
-    tiles: Any,
-    values: jax.Array,
-    *,
-    reads_late: bool = False,
-    place: Callable[[Integer], ir.Value] | None = None,
+    tiles: Any, values: jax.Array, *, reads_late: bool = False, place: Any = None
 ) -> None:
     """Writes [64, width] of 16 bits to operand tiles [column blocks, 64, 64], zeros past width.
 
     An assignment in Pallas would also read the old values. With `reads_late`, addresses derive from
-    `stores.late_thread_number`. Row r is written to row place(r), except under interpretation.
+    `stores.late_thread_number`. Row r becomes row place(r), except under interpretation.
     """
     blocks = tiles.shape[0]
     if mosaic.is_interpreted():
