@@ -273,7 +273,7 @@ def _seen_queries(works: Works, offsets: Offsets, groups: list[jax.Array], parts
 
     def of_consumer(consumer: int, number: jax.Array) -> tuple[Any, ...]:
         def words(i: int) -> list[jax.Array]:
-            return [x.at[number].get(mode="clip") for x in groups[i : i + 2]]
+            return [x[None] for x in groups[i : i + 2]]
 
         key = first + consumer * WGMMA_M
         return words, key, jnp.minimum(key + WGMMA_M, last)
