@@ -152,7 +152,7 @@ def _stored_rows(arrays: Arrays, settings: Settings) -> int:
     if rule is not None and rule.window is not None:
         keys = min(keys, rule.window)
     stored = tiles * blocks * heads * TILE_ROWS
-    is_large = stored * WGMMA_M * 2 > configs.MAX_STORED_BYTES
+    is_large = stored * WGMMA_M * 2 > configs.MAX_STORED_BYTES or tiles > configs.MOST_STORED_TILES
     return 0 if is_large or keys < configs.LEAST_STORED_KEYS else stored
 
 

@@ -39,6 +39,8 @@ MAX_STORED_BYTES = 17 * 2**28
 #: Gradients of scores are stored if rows see so many keys in the mean. Of ten sizes with 128 to
 #: 2,247 keys, H = 64 and 128, silu and softmax, all were faster, by 1 to 14 % (H200).
 LEAST_STORED_KEYS = 128
+#: Most tiles of keys whose gradients are stored: XLA places them by comparing all pairs.
+MOST_STORED_TILES = 16384
 
 
 class Packing(NamedTuple):

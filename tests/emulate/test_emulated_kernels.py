@@ -127,6 +127,7 @@ CHOSEN = {
     ],
     "gdpa_backward_masks": [
         *("causal", "targets_h128", "intervals_shared_softmax", "stored_softmax_h64"),
+        "stored_targets_f16",
     ],
     "linear_compression": ["k_steps_of_levels_differ_many_tiles_of_a_cta"],
     "packed_compression": [
