@@ -221,7 +221,7 @@ def _run_vjp_batched(call: _Call, size: int, batched: Any, residuals: _Residuals
     # more memory than the results.
     rows = jax.tree.map(functools.partial(concatenate, size), residuals[1:], batched[1:])
     arrays = gdpa_vmap.fold(size, batched.arrays, residuals.arrays, fold_kv=True)
-    return unstack(size, _GRADIENT.vmappable(call, _Residuals(arrays, *rows)))
+    return unstack(size, _GRADIENT.vmappable(_without_rule(call), _Residuals(arrays, *rows)))
 
 
 @jax.custom_jvp

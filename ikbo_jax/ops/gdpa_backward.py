@@ -9,7 +9,7 @@ from ikbo_jax.ops import dispatch
 from ikbo_jax.problems import GdpaBackwardProblem, GdpaBackwardTuning, GdpaProblem
 from ikbo_jax.problems import gdpa_backward as configs
 from ikbo_jax.problems.gdpa import group_rows
-from ikbo_jax.problems.hopper import BLOCK_K, TILE_ROWS, WGMMA_M
+from ikbo_jax.problems.hopper import TILE_ROWS, WGMMA_M
 from ikbo_jax.reference import jagged
 from ikbo_jax.reference.activations import SOFTMAX, one_by_one
 from ikbo_jax.reference.gdpa import Arrays, Settings, num_sequences
@@ -132,28 +132,28 @@ def _stored_rows(arrays: Arrays, settings: Settings) -> int:
 
     0: the kernel for queries computes them again, which is faster for few keys.
     """
-    rows, heads, head_dim = arrays.query.shape
+    rows, heads, _ = arrays.query.shape
     kv_rows, sequences = arrays.key.shape[0], max(arrays.cu_seqlens_kv.shape[0] - 1, 1)
     rule, names = settings.rule, set(settings.activations)
     is_alone = arrays.q_to_kv is None and not settings.broadcast_q and len(names) == 1
     # A capped softmax spills 16 bytes at H = 128, gelu_tanh 8.
     spills = settings.logit_cap is not None or (names == {"gelu_tanh"} and settings.approx is None)
-    if not is_alone or spills or head_dim <= BLOCK_K:
+    if not is_alone or spills:
         return 0
     longest_q = rows if settings.max_seqlen_q is None else min(settings.max_seqlen_q, rows)
     longest = kv_rows if settings.max_seqlen_kv is None else min(settings.max_seqlen_kv, kv_rows)
     keys, tiles = min(longest, -(-kv_rows // sequences)), kv_rows // TILE_ROWS + sequences
     blocks = -(-longest_q // WGMMA_M)
-    if rule is not None and rule.causal:
+    if rule is None or rule.causal:
         keys //= 2
-        if rule.contextual == 0 and rule.target_group_size == 1:
-            # The n tiles of a sequence see at most 2 n + 1, 2 n - 1, ... blocks of queries.
-            blocks = min(blocks, -(-longest // TILE_ROWS) + 2)
+    if rule is not None and rule.causal and rule.contextual == 0 and rule.target_group_size == 1:
+        # The n tiles of a sequence see at most 2 n + 1, 2 n - 1, ... blocks of queries.
+        blocks = min(blocks, -(-longest // TILE_ROWS) + 2)
     if rule is not None and rule.window is not None:
         keys = min(keys, rule.window)
     stored = tiles * blocks * heads * TILE_ROWS
-    is_large = stored * WGMMA_M * 2 > configs.MAX_STORED_BYTES
-    return 0 if is_large or keys < configs.LEAST_STORED_KEYS[SOFTMAX in names] else stored
+    is_large = stored * WGMMA_M * 2 > configs.MAX_STORED_BYTES or tiles > configs.MOST_STORED_TILES
+    return 0 if is_large or keys < configs.LEAST_STORED_KEYS else stored
 
 
 def _d_key_value(

@@ -36,11 +36,11 @@ BLOCKS, STAGES = (64, 96, 128, 80, 48, 32), (3, 4, 2, 6)
 MAX_STEPS = 4
 #: Most bytes of gradients of scores that are stored, as for attention.
 MAX_STORED_BYTES = 17 * 2**28
-#: Gradients of scores are stored if rows see so many keys in the mean: of an activation, and of a
-#: softmax. On an H100 (65,536 rows, causal, N = 4, H = 128), both kernels take 491 us with stored
-#: ones and 487 without at 512 keys (silu), 796 and 853 at 1,024, 1427 and 1591 at 2,048; with a
-#: softmax 791 and 769 at 1,024, and 1428 and 1496 at 2,048.
-LEAST_STORED_KEYS = 1024, 2048
+#: Gradients of scores are stored if rows see so many keys in the mean. Of ten sizes with 128 to
+#: 2,247 keys, H = 64 and 128, silu and softmax, all were faster, by 1 to 14 % (H200).
+LEAST_STORED_KEYS = 128
+#: Most tiles of keys whose gradients are stored: XLA places them by comparing all pairs.
+MOST_STORED_TILES = 16384
 
 
 class Packing(NamedTuple):
@@ -108,6 +108,7 @@ class GdpaBackwardConfig:
             if softmax_results == 1:  # whether statistics were read
                 statistics_free = memory.Barriers(1, NUM_CONSUMERS)
         has_words = packed is None
+        second = NUM_CONSUMERS if reads_stored else blocks
         return memory.shared(
             stationary=memory.ring(
                 SLOTS,
@@ -117,8 +118,8 @@ class GdpaBackwardConfig:
             ),
             streamed=memory.ring(
                 self.stages,
-                ready=2 * blocks + 1 + ready[1],
-                tiles=(2, blocks, self.block, BLOCK_K),
+                ready=blocks + second + 1 + ready[1],
+                tiles=(2, max(blocks, second), self.block, BLOCK_K),
                 words=BLOCK_WORDS + MASK_WORDS * has_mask if has_words else None,
             ),
             staging=memory.Staging((NUM_CONSUMERS, 2, WGMMA_M, self.block)),

@@ -125,7 +125,10 @@ CHOSEN = {
         "softmax_indexed_grouped_heads_h128",
         "softmax_pma_h96_f16",
     ],
-    "gdpa_backward_masks": ["causal", "targets_h128", "intervals_shared_softmax"],
+    "gdpa_backward_masks": [
+        *("causal", "targets_h128", "intervals_shared_softmax", "stored_softmax_h64"),
+        "stored_targets_f16",
+    ],
     "linear_compression": ["k_steps_of_levels_differ_many_tiles_of_a_cta"],
     "packed_compression": [
         "n16_ragged_last_tile",

@@ -63,8 +63,8 @@ def test_gradients_of_every_masked_activation_and_dtype(activation, name, dtype)
 @pytest.mark.parametrize("shape", ["self", "prefix"])
 @pytest.mark.parametrize("name", ["causal", "groups", "two_intervals"])
 def test_gradients_of_stored_gradients_of_scores(name, shape, activation, monkeypatch) -> None:
-    monkeypatch.setattr(configs, "LEAST_STORED_KEYS", (0, 0))
-    for head_dim in (96, 128):
+    monkeypatch.setattr(configs, "LEAST_STORED_KEYS", 0)
+    for head_dim in (64, 96, 128):
         sizes = SHAPES[shape]._replace(head_dim=head_dim)
         check(sizes, problems_masks.cases(sizes)[name], activation)
 

@@ -5,7 +5,9 @@ Without masks, and with them.
 
 import dataclasses
 import functools
+import math
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +27,7 @@ from ikbo_jax.pallas.gdpa_backward import softmax
 from ikbo_jax.pallas.worklist import by_xla
 from ikbo_jax.pallas.worklist.lists import Works
 from ikbo_jax.problems import GdpaBackwardConfig, gdpa_backward
-from ikbo_jax.reference import gdpa_chunked, gdpa_chunked_vjp
+from ikbo_jax.reference import gdpa_chunked, gdpa_chunked_vjp, hstu
 from ikbo_jax.reference.gdpa import Arrays, Settings
 
 pytestmark = [pytest.mark.usefixtures("on_cpu"), pytest.mark.slow]
@@ -132,10 +134,23 @@ def masked(shape: Shape, mask: problems_masks.Case, activation: Any = "silu", **
 SHARED = Shape((40, 3, 0, 70), (66, 5), 2, 1, 64, (0, 0, 1, 0), before=1, after=3)
 POOLED = Shape(3, (66, 0), 1, 1, 64)
 NOTHING = Shape((70,), (66,), 1, 1, 64)
+STORED_INTERVALS = Shape((40, 3, 70), (66, 5, 130), 2, 1, 128, before=1, after=3)
 MASKED = {
     # Key heads are shared; the second consumer has no rows in most tiles.
     "stored_grouped": masked(
         Shape((3, 200, 60), (3, 200, 60), 2, 1, 128, after=3), causal(), num_sms=3, stores=True
+    ),
+    "stored_softmax_h64": masked(
+        Shape((3, 200), (3, 200), 2, 2, 64), causal(), "softmax", num_sms=2, stores=True
+    ),
+    "stored_targets_f16": masked(
+        Shape((150, 40), (190, 40), 2, 1, 64),
+        hstu_case((70, 9), 3, window=20, full_tail=8, target_group_size=3),
+        dtype="float16",
+        stores=True,
+    ),
+    "stored_intervals": masked(
+        STORED_INTERVALS, intervals_case(STORED_INTERVALS, 2), "softmax", stores=True
     ),
     # The first consumer skips the second tile's last block, in which the other one needs its mask;
     # with two stages, the skipped block's stage must be free for the end of the tile.
@@ -167,9 +182,9 @@ MASKED = {
 }
 
 
-def gradients(arrays: Arrays, case: Case) -> tuple[jax.Array, ...]:
-    """Runs both kernels of a case on arrays that have the mask's intervals."""
-    settings = case.settings
+def gradients(arrays: Arrays, case: Case, rule: Any = None) -> tuple[jax.Array, ...]:
+    """Runs both kernels of a case on arrays that have the mask's intervals, or also its rule."""
+    settings = case.settings._replace(rule=rule)
     d_out = problems_gdpa.cotangent(arrays, settings)
     residuals = forward(arrays, settings)
 
@@ -231,19 +246,21 @@ def check(case: Case) -> None:
     arrays = problems_gdpa.make_arrays(case.shape, case.dtype)
     problem = gdpa._OP.problem(gdpa._Call(None, case.settings), arrays)
     assert gdpa_backward.illegal_reason(problem) is None
+    settings = case.settings
     if case.mask is not None:
-        arrays = gdpa_mask.with_intervals(case.mask.mask, arrays, case.settings)
-    assert_correct(gradients(arrays, case), arrays, case)
+        arrays = gdpa_mask.with_intervals(case.mask.mask, arrays, settings)
+        arrays, settings = gdpa_mask.with_rule(case.mask.mask, arrays, settings)
+    least = 0 if case.stores else math.inf
+    with mock.patch.object(gdpa_backward, "LEAST_STORED_KEYS", least):
+        found = gradients(arrays, case, settings.rule)
+    assert_correct(found, arrays, case)
 
 
 @pytest.mark.parametrize("name", CASES | MASKED)
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
-def test_interpreted_gradients_are_right_and_free_of_races(name, launches, monkeypatch) -> None:
+def test_interpreted_gradients_are_right_and_free_of_races(name, launches) -> None:
     """Rows of no sequence are NaN."""
-    case = (CASES | MASKED)[name]
-    if case.stores:
-        monkeypatch.setattr(gdpa_backward, "LEAST_STORED_KEYS", (0, 0))
-    check(case)
+    check((CASES | MASKED)[name])
     launches.assert_no_races(2)
 
 
@@ -278,6 +295,30 @@ def test_few_tiles_of_keys_divide_their_queries(shape: Shape, num_sms: int, expe
     arrays = problems_gdpa.make_arrays(shape)
     settings = problems_gdpa.make_settings(shape)._replace(max_seqlen_kv=max(shape.kv_lens))
     assert op._parts(arrays, settings, num_sms) == expected
+
+
+@pytest.mark.parametrize(
+    ("batch", "length", "changes", "is_stored"),
+    [
+        (64, 1024, {}, True),
+        (64, 256, {}, True),
+        (64, 254, {}, False),
+        (64, 256, {"rule": hstu.Rule(window=127)}, False),
+        (64, 1024, {"logit_cap": 1.0}, False),
+        (64, 1024, {"activations": ("silu", "relu")}, False),
+        (32, 8192, {}, False),  # 8.4 GiB
+        (4500, 256, {}, True),
+        (5500, 256, {}, False),  # 16,500 tiles
+    ],
+)
+def test_gradients_of_scores_are_stored_within_bounds(batch, length, changes, is_stored) -> None:
+    heads = 4 if batch < 1000 else 1
+    rows = jax.ShapeDtypeStruct((batch * length, heads, 64), jnp.bfloat16)
+    offsets = jax.ShapeDtypeStruct((batch + 1,), jnp.int32)
+    settings = problems_gdpa.make_settings(NOTHING, "silu")._replace(
+        **{"rule": hstu.Rule(), "max_seqlen_q": length, "max_seqlen_kv": length, **changes}
+    )
+    assert bool(op._stored_rows(Arrays(rows, rows, rows, offsets, offsets), settings)) == is_stored
 
 
 # The check itself must be able to fail.

@@ -144,6 +144,11 @@ MASKED = {
     "keys_softmax_h96_stored_f16": Case(
         True, 96, SOFTMAX, kv_heads=2, dtype="float16", has_mask=True, stored_rows=2**24
     ),
+    "keys_silu_h64_stored": Case(True, 64, ("silu",) * 4, has_mask=True, stored_rows=2**24),
+    "keys_softmax_h64_stored": Case(True, 64, SOFTMAX, has_mask=True, stored_rows=2**24),
+    "queries_h64_stored": Case(
+        False, 64, config=backward_configs.STORED_CONFIG, has_mask=True, stored_rows=2**24
+    ),
     "queries_stored": Case(
         False, config=backward_configs.STORED_CONFIG, has_mask=True, stored_rows=2**24
     ),

@@ -87,30 +87,34 @@ def _issue_values(
     )
 
 
+def _place(ctx: GdpaContext, index: Any, block: Any) -> Any:
+    """Returns the numbers of item and block, and where the block is masked; None without a mask."""
+    if not ctx.shape.has_mask:
+        return None
+    return mosaic.opaque(index), block, gdpa_masked.find_cuts(ctx, index, block)
+
+
 def _weights(
     ctx: GdpaContext,
     scores: jax.Array,
     item: Item,
     step: Any,
-    place: Callable[[], tuple[Any, Any]],
+    place: Any,
     before: gdpa_softmax.Statistics | None = None,
 ) -> Callable[[Any], _State]:
     """Computes weights from computed scores, and frees the block of keys.
 
-    `place` returns the numbers of the item and of the block, for a mask. `before` are the
-    statistics of the blocks before. The returned function takes the accumulator without the block,
-    and rounds the weights; call it after the product with the previous weights, whose operands it
-    may not write.
+    `place` is from `_place`; `before` are the statistics of the blocks before. The returned
+    function takes the accumulator without the block, and rounds the weights; call it after the
+    product with the previous weights, whose operands it may not write.
     """
     scores = mma.after_wait(scores)
     ctx.shared.key.release(step)
     if ctx.shape.has_mask:
-        index, block = place()
-        index = mosaic.opaque(index)
         if ctx.shape.log2_scale is not None:
-            softened = gdpa_softmax.weigh(ctx, index, block, scores, before)
+            softened = gdpa_softmax.weigh(ctx, place, scores, before)
             return lambda acc: _State(*softened(acc))
-        scores = gdpa_masked.keep_visible(ctx, index, block, scores)
+        scores = gdpa_masked.keep_visible(ctx, place, scores)
     spec = ctx.shape.activation
     weights = gdpa_weights.compute_weights(spec, item.head, scores)
     dtype = ctx.outputs.out.dtype
@@ -136,10 +140,10 @@ def _step(
     opaque_index = mosaic.opaque(index)
     scores = ctx.product(opaque_index, step + 1, columns)
     acc = _issue_values(ctx, state, block > 0, step, ctx.config.block_kv)
+    place = _place(ctx, index, block + 1)
     turns.await_scores(ctx)
     ctx.free_read_queries(index, block + 2 == item.blocks)
-    place = index, block + 1
-    finish = _weights(ctx, scores, item, step + 1, lambda: place, state.statistics)
+    finish = _weights(ctx, scores, item, step + 1, place, state.statistics)
     pl.when(block == 0)(functools.partial(ctx.free_stored_slot, index - 1))
     mma.wait(0)
     ctx.shared.value.release(step)
@@ -220,9 +224,10 @@ def _last_step(
         turns.take(ctx)
         scores = ctx.product(index + 1, next_step)
         acc = _issue_values(ctx, state, is_defined, step, keys)
+        place = _place(ctx, index + 1, jnp.int32(0))
         turns.await_scores(ctx, pending=1 if keys else 0)
         free_next_queries()
-        finish = _weights(ctx, scores, next_item, next_step, lambda: (index + 1, jnp.int32(0)))
+        finish = _weights(ctx, scores, next_item, next_step, place)
         _end_basic_block(ctx, index)
         if keys:
             mma.wait(0)
@@ -282,10 +287,11 @@ def _attend(ctx: GdpaContext, item: Item) -> None:
     turns.take(ctx)
     scores = ctx.product(zero, zero)
     turns.hand_over(ctx)
+    place = _place(ctx, zero, zero)
     mma.wait(0)
     ctx.free_read_queries(zero, item.blocks == 1)
     undefined_sums = functools.partial(mma.undefined, ctx.shape.head_dim)
-    start = _weights(ctx, scores, item, zero, lambda: (zero, zero))(None)
+    start = _weights(ctx, scores, item, zero, place)(None)
 
     def one_item(carry: tuple[Any, ...]) -> tuple[Any, ...]:
         item, index, first_step, state = carry

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from ikbo_jax.pallas.hopper import stores
+from ikbo_jax.pallas.hopper import mosaic, stores
 from ikbo_jax.pallas.hopper.visible import Visible, ranges_and_gaps
 from ikbo_jax.pallas.worklist import by_xla, lists
 from ikbo_jax.problems.hopper import NUM_CONSUMERS, TILE_ROWS, WGMMA_M
@@ -82,14 +82,30 @@ def _cuts(ends: jax.Array, is_row: jax.Array, skipped: jax.Array, block_kv: int)
     return blocks.reshape(-1, NUM_CONSUMERS * 4)
 
 
-def keep_visible(
-    ctx: Any, item: Any, block: Any, scores: jax.Array, fill: float = 0.0
-) -> jax.Array:
-    """Replaces a consumer's scores [64, block_kv] by `fill` where a row does not see the key."""
-    rule = ctx.shape.rule
+def find_cuts(ctx: Any, item: Any, block: Any) -> tuple[Any, ...]:
+    """Returns whether a consumer masks a block by its rows' ranges, and by gaps if there are any.
+
+    Called while scores are in flight, whose masking would wait for the words.
+    """
+    rule, item = ctx.shape.rule, mosaic.opaque(item)
 
     def cut(part: int) -> Any:
         return ctx.mask_word(item, lists.CUTS + part + 4 * ctx.consumer)
+
+    is_cut = block >= cut(1)
+    if rule is None or rule.window is not None:
+        is_cut |= block < cut(0)
+    if not ctx.shape.has_gaps:
+        return (is_cut,)
+    return is_cut, (block >= cut(2)) & (block < cut(3))
+
+
+def keep_visible(ctx: Any, place: Any, scores: jax.Array, fill: float = 0.0) -> jax.Array:
+    """Replaces a consumer's scores [64, block_kv] by `fill` where a row does not see the key.
+
+    `place` are the numbers of item and block, and the result of `find_cuts`.
+    """
+    item, block, cuts = place
 
     def selected(part: int, scores: jax.Array) -> jax.Array:
         begin, end = _rows_see(ctx, item, part)
@@ -99,14 +115,9 @@ def keep_visible(
             scores, inside=part == 0, fill=fill
         )
 
-    is_cut = block >= cut(1)
-    if rule is None or rule.window is not None:
-        is_cut |= block < cut(0)
-    scores = lax.cond(is_cut, functools.partial(selected, 0), lambda x: x, scores)
-    if not ctx.shape.has_gaps:
-        return scores
-    has_gap = (block >= cut(2)) & (block < cut(3))
-    return lax.cond(has_gap, functools.partial(selected, 1), lambda x: x, scores)
+    for part, is_cut in enumerate(cuts):
+        scores = lax.cond(is_cut, functools.partial(selected, part), lambda x: x, scores)
+    return scores
 
 
 def seen_blocks(ctx: Any, item: Any) -> Any:

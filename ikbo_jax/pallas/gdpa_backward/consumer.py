@@ -256,7 +256,8 @@ def _store(ctx: BackwardContext, item: Any, sums: tuple[jax.Array, ...]) -> None
         for operand in range(len(values))
     ]
     for (matrix_view, _), value in zip(staged, values, strict=True):
-        operand_tiles.stage_rows(matrix_view, value)
+        order = stored.query_at if ctx.shape.reads_stored else None
+        operand_tiles.stage_rows(matrix_view, value, place=order)
     plgpu.commit_smem()
     stores.store_staged(
         ctx,

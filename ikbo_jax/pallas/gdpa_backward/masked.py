@@ -24,7 +24,7 @@ from ikbo_jax.pallas.hopper import mosaic, seen
 from ikbo_jax.pallas.hopper.visible import ranges_and_gaps
 from ikbo_jax.pallas.worklist.lists import STATISTICS_ROW, Offsets, Work, Works, WorkSettings
 from ikbo_jax.problems.hopper import NUM_CONSUMERS, TILE_ROWS, WGMMA_M
-from ikbo_jax.reference import jagged
+from ikbo_jax.reference import hstu, jagged
 
 #: Flags of a consumer, which has `FLAG_BITS`: some row's range begins or ends in the block; some
 #: row's gap does; or no row sees a key.
@@ -96,11 +96,14 @@ def mask_work(
     assert works.blocks is not None
     position = jnp.arange(WGMMA_M, dtype=jnp.int32)
     blocks = jnp.pad(works.blocks, ((0, TILE_ROWS // WGMMA_M), (0, 0)))
-    is_row = position[None] < blocks[:, 1:]
-    number = jnp.where(is_row, blocks[:, :1] + position[None], 0)
-    seen = jnp.where(is_row[..., None], intervals.at[number].get(mode="clip"), 0)
+    is_row = position[None] < blocks[:, 1:2]
+    if offsets.rule is None:
+        number = jnp.where(is_row, blocks[:, :1] + position[None], 0)
+        found = ranges_and_gaps(intervals.at[number].get(mode="clip"))
+    else:
+        found = _seen_by_rule(offsets.rule, offsets, blocks[:, 3], blocks[:, 2:3] + position[None])
+    found = jnp.where(is_row[..., None], found, 0)
     # The barrier keeps XLA from computing and storing ranges twice.
-    found = ranges_and_gaps(seen)
     rows = lax.optimization_barrier(jnp.stack((found[..., :2], found[..., 2:])))
     groups = _groups(rows[:, : len(works.blocks)], is_row)
     masks = Masks(
@@ -118,6 +121,30 @@ def mask_work(
     queries = queries._replace(tiles=queries.tiles.at[order[:count]].get(mode="clip"))
     keys = keys._replace(tiles=keys.tiles.at[order[count:] - count].get(mode="clip"))
     return works._replace(queries=queries, keys=keys), masks
+
+
+def _seen_by_rule(
+    rule: hstu.Rule, offsets: Offsets, sequence: jax.Array, row: jax.Array
+) -> jax.Array:
+    """Computes ranges and gaps of groups' rows, numbered in their sequences: [groups, 64, 4].
+
+    Reads no array of all rows: XLA would search their sequences and positions by two kernels.
+    """
+
+    def of_group(array: jax.Array) -> jax.Array:
+        return array.at[sequence].get(mode="clip")[:, None]
+
+    _, length = jagged.bounds(offsets.cu_seqlens_kv, offsets.kv_rows, offsets.max_seqlen_kv)
+    if offsets.q_to_kv is not None:
+        length = length.at[offsets.q_to_kv].get(mode="clip")
+    length, rows = of_group(length), jnp.int32(offsets.q_rows)
+    if offsets.cu_seqlens_q is not None:
+        bounds = offsets.cu_seqlens_q, offsets.q_rows, offsets.max_seqlen_q
+        rows = of_group(jagged.bounds(*bounds)[1])
+    numbers = (0 if x is None else of_group(x) for x in (offsets.contextual, offsets.num_targets))
+    sequences = hstu.Sequence(length, *numbers).clamped(rule)
+    found = hstu.seen(rule, length - rows + row, sequences)
+    return jnp.stack([x + 0 * row for x in found], axis=-1)
 
 
 def _order(numbers: jax.Array) -> jax.Array:
@@ -246,7 +273,7 @@ def _seen_queries(works: Works, offsets: Offsets, groups: list[jax.Array], parts
 
     def of_consumer(consumer: int, number: jax.Array) -> tuple[Any, ...]:
         def words(i: int) -> list[jax.Array]:
-            return [x.at[number].get(mode="clip") for x in groups[i : i + 2]]
+            return [x[None] for x in groups[i : i + 2]]
 
         key = first + consumer * WGMMA_M
         return words, key, jnp.minimum(key + WGMMA_M, last)

@@ -15,7 +15,7 @@ from ikbo_jax.pallas.gdpa_backward.softmax import ABSENT_ROWS
 from ikbo_jax.pallas.hopper import mosaic
 from ikbo_jax.pallas.worklist.lists import STATISTICS_ROW
 from ikbo_jax.problems.gdpa_backward import BLOCK_WORDS, MASK_WORDS, STATISTICS
-from ikbo_jax.problems.hopper import NUM_CONSUMERS, WGMMA_M
+from ikbo_jax.problems.hopper import NUM_CONSUMERS, WGMMA_M, column_blocks
 
 
 def _send_stationary(
@@ -65,7 +65,8 @@ def _send_block(
     if ctx.shape.reads_stored:
         tiles, ready = ring.copied(step), ring.ready_at(step)
         rows = pl.ds(first_rows[0], ctx.config.block)
-        ctx.load(ctx.operands.streamed[0], (rows, head), tiles.at[0], ready)
+        keys = tiles.at[0, pl.ds(0, column_blocks(ctx.shape.head_dim))]
+        ctx.load(ctx.operands.streamed[0], (rows, head), keys, ready)
         for consumer in range(NUM_CONSUMERS):
             rows = pl.ds(first_rows[1 + consumer], WGMMA_M)
             target = tiles.at[1, pl.ds(consumer, 1)]

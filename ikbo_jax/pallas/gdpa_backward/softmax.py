@@ -104,7 +104,7 @@ def statistics_of(
 ) -> jax.Array:
     """Computes what a softmax's gradient needs of every query: lse in powers of 2, and delta.
 
-    `blocks` [blocks, 2] int32 has the first query of each block, and the number of queries from
+    `blocks`, of `lists.Works`, have the first query of each block, and the number of queries from
     there on, which may exceed `block`. `out` and `d_out` are [rows, N, H], `lse` [rows, N] f32.
 
     Returns:
@@ -117,7 +117,7 @@ def statistics_of(
     delta = jnp.where(lse == -jnp.inf, 0.0, delta)
     both = jnp.stack((weight_exponents(lse), delta))
     position = jnp.arange(block, dtype=jnp.int32)[None]
-    is_query = (position < blocks[:, 1:]).reshape(-1)
+    is_query = (position < blocks[:, 1:2]).reshape(-1)
     row = jnp.where(is_query, (position + blocks[:, :1]).reshape(-1), 0)
     absent = jnp.asarray([jnp.inf, 0.0], jnp.float32)[:, None, None]
     values = jnp.where(is_query[None, :, None], jnp.take(both, row, axis=1, mode="clip"), absent)

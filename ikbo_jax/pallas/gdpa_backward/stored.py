@@ -7,6 +7,7 @@ With a mask, both kernels together compute five products then, not seven, and th
 A tile of 128 keys has a *place*, and `(place + g) * N + h` numbers its gradients for block g of 64
 queries and head h of N: two operand tiles, each with 64 keys by 64 queries, one of each consumer of
 the kernel for keys. Blocks of which a consumer's keys see no row are neither stored nor read.
+Columns are in the order in which threads hold them (`query_at`), so that no thread exchanges any.
 """
 
 from typing import Any
@@ -16,15 +17,13 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import vector
 
 from ikbo_jax.pallas.gdpa_backward import context
 from ikbo_jax.pallas.gdpa_backward.context import BackwardContext
-from ikbo_jax.pallas.hopper import inline, mma, mosaic, stores, warps
+from ikbo_jax.pallas.hopper import inline, mma, mosaic, stores
 from ikbo_jax.pallas.hopper.inline import Integer
 from ikbo_jax.pallas.worklist.lists import STATISTICS_ROW, Offsets
 from ikbo_jax.problems.hopper import TILE_ROWS, WGMMA_M
-from ikbo_jax.reference import jagged
 
 #: Word of a tile of keys: its place.
 PLACE = 10
@@ -45,12 +44,15 @@ def with_places(
     number = jnp.arange(is_seen.shape[1], dtype=jnp.int32)[None]
     begin = jnp.min(jnp.where(is_seen, number, is_seen.shape[1]), axis=1)
     width = jnp.maximum(jnp.max(jnp.where(is_seen, number + 1, 0), axis=1) - begin, 0)
-    place = jnp.cumsum(width, dtype=jnp.int32) - width - begin
-    starts, _ = jagged.bounds(offsets.cu_seqlens_kv, offsets.kv_rows, None)
-    sequence = jnp.maximum(jagged.search_right(starts, tiles[:, 1]) - 1, 0)
-    size = offsets.kv_rows // TILE_ROWS + starts.size + 1
-    number = jnp.where(width > 0, _number(tiles[:, 1], sequence), size)
-    places = jnp.zeros(size, jnp.int32).at[number].set(place, mode="drop")
+    # By comparing all pairs: XLA's sum, search and scatter take four kernels, and a copy of 5 us.
+    index = jnp.arange(width.size, dtype=jnp.int32)
+    is_before = index[None] < index[:, None]
+    place = jnp.sum(jnp.where(is_before, width[None], 0), axis=1, dtype=jnp.int32) - begin
+    size = offsets.kv_rows // TILE_ROWS + offsets.kv_sequences + 1
+    # No two sequences of queries share keys, so the range of a tile's queries is its sequence.
+    number = jnp.where(width > 0, _number(tiles[:, 1], tiles[:, 3]), size)
+    is_tile = number[None] == jnp.arange(size, dtype=jnp.int32)[:, None]
+    places = jnp.sum(jnp.where(is_tile, place[None], 0), axis=1, dtype=jnp.int32)
     return jnp.concatenate((tiles, place[:, None]), axis=1), places
 
 
@@ -85,17 +87,14 @@ def store(ctx: BackwardContext, d_scores: jax.Array, item: Any, step: Any) -> No
     if ctx.interpret:
         output[pl.ds(row, WGMMA_M), 0] = d_scores.astype(output.dtype)
         return
-    kind = {"bfloat16": "bf16x2", "float16": "f16x2"}[output.dtype.name]
+    # The product has the same values in registers of its own: if these were stored, ptxas would
+    # serialise all products (C7512). It makes one register of two equal instructions, so pairs are
+    # stored in the reverse order.
+    reversed_pairs = mma.round_early(d_scores, output.dtype)
 
-    @inline.code(output, d_scores, row)
+    @inline.code(output, reversed_pairs, row)
     def _(output: ir.Value, values: Any, row: Integer) -> None:
-        # The product has the same values in registers of its own: if these were stored, ptxas would
-        # serialise all products (C7512). It makes one register of two equal instructions, so pairs
-        # are rounded in the reverse order here, and then exchanged.
-        words = []
-        for pair in values.registers.flat:
-            ptx = f"{{ .reg .b32 x; cvt.rn.{kind}.f32 x, $1, $2; prmt.b32 $0, x, x, 0x1032; }}"
-            words.append(inline.issue_word(ptx, *(vector.extract(pair, [], [i]) for i in (0, 1))))
+        words = [inline.word(pair) for pair in values.registers.flat]
         thread = stores.late_thread_number()
         of_row = thread % stores.ROW_THREADS
         first = row + stores.thread_row(thread, 0)
@@ -106,8 +105,17 @@ def store(ctx: BackwardContext, d_scores: jax.Array, item: Any, step: Any) -> No
                 inline.issue(
                     f"st.global.v4.b32 [$0 + {16 * WGMMA_M * half + 16 * i}], {{$1, $2, $3, $4}};",
                     address,
-                    *warps.transposed(words[half::2][i : i + 4], of_row),
+                    *words[half::2][i : i + 4],
                 )
+
+
+def query_at(place: Integer) -> Integer:
+    """Finds the query of a column of stored gradients, of 64, in inline code.
+
+    A thread stores the pairs of columns that it holds, 2 t + 8 m of each 32 columns, at 8 t + 2 m.
+    """
+    pair = (place // 2 % 4) * 8 + (place // 8 % 4) * 2
+    return place // 32 * 32 + pair + (1 - place % 2)
 
 
 def add_product(ctx: BackwardContext, total: jax.Array, step: Any) -> jax.Array:

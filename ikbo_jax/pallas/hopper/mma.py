@@ -85,6 +85,44 @@ def after_wait(acc: Any) -> jax.Array:
     return pinned
 
 
+def round_early(values: jax.Array, dtype: Any) -> jax.Array:
+    """Rounds f32 values [64, columns] while products fly, for `rounded`, which makes an operand.
+
+    Neighbours are exchanged until then: a register that is computed before the wait would otherwise
+    become the next product's, and ptxas serialise all products (C7513).
+    """
+    if mosaic.is_interpreted():
+        return values.astype(dtype)
+    kind = {"bfloat16": "bf16x2", "float16": "f16x2"}[jnp.dtype(dtype).name]
+    return _by_words(f"cvt.rn.{kind}.f32 $0, $1, $2;", values, dtype)
+
+
+def rounded(values: jax.Array) -> jax.Array:
+    """Returns what `round_early` rounded, once no product is in flight."""
+    if mosaic.is_interpreted():
+        return values
+    return _by_words("prmt.b32 $0, $1, $1, 0x1032;", values, values.dtype)
+
+
+def _by_words(ptx: str, values: jax.Array, dtype: Any) -> jax.Array:
+    """Computes registers of two elements of 16 bits from one word, or from two of f32."""
+
+    @inline.code(
+        values, returns=plgpu.ShapeDtypeStruct(values.shape, dtype, layout=plgpu.Layout.WGMMA)
+    )
+    def computed(array: mgpu.FragmentedArray) -> mgpu.FragmentedArray:
+        kind = ir.VectorType.get((2,), mgpu.utils.dtype_to_ir_type(jnp.dtype(dtype)))
+        registers = array.registers.copy()
+        for i, pair in enumerate(registers.flat):
+            is_word = values.dtype == dtype
+            parts = [pair] if is_word else [vector.extract(pair, [], [j]) for j in (0, 1)]
+            word = inline.issue_word(ptx, *map(inline.word, parts))
+            registers.flat[i] = mgpu.utils.bitcast(word, kind)
+        return inline.accumulator(registers)
+
+    return computed
+
+
 def undefined(columns: int) -> jax.Array:
     """Makes [64, columns] f32 without a defined value, for `add_product` with a false `is_defined`.
 

@@ -24,11 +24,13 @@ def column_blocks(values: jax.Array, blocks: int) -> list[jax.Array]:
     return [lax.slice(values, (0, i), (WGMMA_M, i + BLOCK_K)) for i in range(0, width, BLOCK_K)]
 
 
-def stage_rows(tiles: Any, values: jax.Array, *, reads_late: bool = False) -> None:
+def stage_rows(
+    tiles: Any, values: jax.Array, *, reads_late: bool = False, place: Any = None
+) -> None:
     """Writes [64, width] of 16 bits to operand tiles [column blocks, 64, 64], zeros past width.
 
     An assignment in Pallas would also read the old values. With `reads_late`, addresses derive from
-    `stores.late_thread_number`.
+    `stores.late_thread_number`. Row r becomes row place(r), except under interpretation.
     """
     blocks = tiles.shape[0]
     if mosaic.is_interpreted():
@@ -41,7 +43,7 @@ def stage_rows(tiles: Any, values: jax.Array, *, reads_late: bool = False) -> No
         words = [inline.word(pair) for pair in values.registers.flat]
         words += [inline.i32(0)] * (blocks * BLOCK_K // 4 - len(words))
         thread = stores.late_thread_number() if reads_late else stores.thread_number()
-        for step, address in enumerate(_matrices(tiles, thread, len(words) // 4)):
+        for step, address in enumerate(_matrices(tiles, thread, len(words) // 4, place)):
             inline.issue(
                 "stmatrix.sync.aligned.m8n8.x4.shared.b16 [$0], {$1, $2, $3, $4};",
                 address,

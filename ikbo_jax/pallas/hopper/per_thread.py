@@ -150,7 +150,11 @@ def any_of_warp(values: jax.Array, *, layout: Any = LAYOUT) -> jax.Array:
     )
     def votes(values: mgpu.FragmentedArray) -> Integer:
         zero = inline.i32(0)
-        own = (vector.extract(x, [], [0]) for x in values.registers.flat)
+        own = (
+            vector.extract(x, [], [i])
+            for x in values.registers.flat
+            for i in range(x.type.shape[0])
+        )
         return ballot(Integer(functools.reduce(arith.ori, own)).differs(zero))
 
     return votes != 0

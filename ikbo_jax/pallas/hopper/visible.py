@@ -11,9 +11,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir.dialects import arith, vector
 
-from ikbo_jax.pallas.hopper import operand_tiles
+from ikbo_jax.pallas.hopper import inline, mma, mosaic, operand_tiles, stores
 
 
 class Visible(NamedTuple):
@@ -69,11 +71,36 @@ class Visible(NamedTuple):
 
         Unlike `keep`, it does not test whether the block needs this: the ends may be by row.
         """
+        ends = (self.begin, self.end)
+        if any(getattr(x, "ndim", 0) for x in ends) and not mosaic.is_interpreted():
+            return self._select_by_row(values, inside, fill)
         number = plgpu.broadcasted_iota(jnp.int32, values.shape, axis, layout=plgpu.Layout.WGMMA)
         is_inside, other = self._contains(number), jnp.float32(fill)
         return (
             jnp.where(is_inside, values, other) if inside else jnp.where(is_inside, other, values)
         )
+
+    def _select_by_row(self, values: jax.Array, inside: bool, fill: float) -> jax.Array:
+        """Compares constants with ends by row: numbers of columns would occupy a register each."""
+        limits = [self.end] if self._begins_at_0 else [self.end, self.begin]
+
+        @inline.code(values, *limits, returns=mma.accumulator_type(values.shape[1]))
+        def selected(values: mgpu.FragmentedArray, *limits: Any) -> mgpu.FragmentedArray:
+            column = stores.late_thread_number() % 4 * 2
+            ends, *begins = ([x - column for x in stores.row_numbers(limit)] for limit in limits)
+            registers, other = values.registers.copy(), inline.f32(fill)
+            for i, pair in enumerate(registers.flat):
+                elements = [vector.extract(pair, [], [j]) for j in (0, 1)]
+                for j, number in enumerate((i // 2 * 8, i // 2 * 8 + 1)):
+                    is_inside = ends[i % 2] > number
+                    for begin in begins:
+                        is_inside = is_inside & (begin[i % 2] < number + 1)
+                    choices = (elements[j], other) if inside else (other, elements[j])
+                    elements[j] = arith.select(is_inside, *choices)
+                registers.flat[i] = vector.from_elements(pair.type, elements)
+            return inline.accumulator(registers)
+
+        return selected
 
     def zero_rest(self, tiles: Any) -> None:
         """Zeroes the rows of operand tiles from `end` on; a `commit_smem` must follow."""

@@ -250,4 +250,5 @@ def _blocks(q: _Rows, ends: jax.Array, count: int, size: int) -> jax.Array:
     sequence = jnp.minimum(jagged.search_right(ends, number), ends.size - 1)
     before = ends - -(-q.length // size)
     start = (number - before[sequence]) * size
-    return jnp.stack((q.target[sequence] + start, q.length[sequence] - start), axis=1)
+    columns = q.target[sequence] + start, q.length[sequence] - start, start, sequence
+    return jnp.stack(columns, axis=1)

@@ -161,8 +161,9 @@ class Work(NamedTuple):
 class Works(NamedTuple):
     """The work of both backward kernels: a tile of keys takes all sequences that share it.
 
-    `blocks` [blocks, 2] int32: the first query in the result, and the number of queries, of each
-    block of a softmax's statistics; None without a softmax.
+    `blocks` [blocks, 4] int32, of each block of a softmax's statistics: the first query in the
+    result, the number of queries, the first query in the sequence, the sequence; None without a
+    softmax.
     """
 
     queries: Work

@@ -34,8 +34,8 @@ from ikbo_jax.problems.hopper import TILE_ROWS
 
 #: Most words of shared memory: 211 KB, and at most 1 KB for the alignment of each array.
 MOST_WORDS = 54000
-#: Words of a block of statistics: its first query, and its number of queries.
-BLOCK_WORDS = 2
+#: Words of a block of statistics: `lists.Works` describes them.
+BLOCK_WORDS = 4
 #: Sequences of a thread in one turn of a loop, whose loads are in flight together.
 UNROLL = 4
 
@@ -252,7 +252,8 @@ def store_blocks(ctx: WorkContext) -> None:
         done = (block - blocks_before(ctx, index)) * unit
         rows = jnp.clip(length - done, 0, unit)
         rows = jnp.where((index >= static.first) & (index < static.end), rows, 0)
-        store_words(ctx, ctx.outputs.blocks, block, (start + done, rows), block < count)
+        words = start + done, rows, done, index - static.first
+        store_words(ctx, ctx.outputs.blocks, block, words, block < count)
 
 
 def _list_queries(ctx: WorkContext, longest: jax.Array) -> None:
