@@ -22,6 +22,7 @@ pytestmark = pytest.mark.slow
 B, U, T, S, HEADS, H = 7, 3, 2, 5, 2, 4
 F_CAND, F_USER, SEEDS = 6, 8, 3
 INDEX = jnp.asarray([2, 0, 2, 1, 2, 0, 2], jnp.int32)
+LOOKED_UP = INDEX[:6].reshape(2, 3)
 LENGTHS = (5, 0, 3)
 
 
@@ -80,6 +81,7 @@ LAYERS = {
         of_compression,
         (rows(U, S, F_USER), rows(B, T, F_USER), INDEX),
     ),
+    "LookUp": (((7, 4), {}), lambda p: p["table"][LOOKED_UP], (LOOKED_UP,)),
     "CandidateAttention": (
         ((F_CAND, F_USER, HEADS, H), {"logit_cap": 0.5}),
         of_attention,
