@@ -149,7 +149,6 @@ ABOVE = {
     "batch_and_positions_merged": 2.55,
     "compression_of_repeated_users": 2.75,
     "concatenated_in_a_map_over_indices": 3.35,
-    "digitized_features": 7.7,
     "dlrm_of_masked_pairs": 2.85,
     "filled": 2.95,
     "interpolated_features": 6.65,

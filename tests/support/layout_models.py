@@ -201,14 +201,6 @@ def mapped_over_candidates(lone, cand, w_first, w_top):
     return lax.map(score, cand)
 
 
-@layout("lone cand w_first w_out", 0.44)
-def concatenated_in_a_map(lone, cand, w_first, w_out):
-    def score(cand):
-        return jax.nn.relu(jnp.concatenate([lone, cand]) @ w_first) @ w_out
-
-    return lax.map(score, cand)
-
-
 @layout("user cand index w_first w_out", 0.43)
 def concatenated_in_a_map_over_indices(user, cand, index, w_first, w_out):
     def score(one):
@@ -242,10 +234,3 @@ def convolution_over_the_history(history, index, kernel):
     return lax.conv_general_dilated(
         history[index], kernel, (1,), "SAME", dimension_numbers=("NHC", "HIO", "NHC")
     )
-
-
-@layout("user index w_tower", 0.93)
-def sharding_constraint(user, index, w_tower):
-    mesh = jax.make_mesh((1,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
-    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
-    return lax.with_sharding_constraint(user[index], sharding) @ w_tower

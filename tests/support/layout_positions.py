@@ -97,11 +97,6 @@ def best_items(history, bias, index, w_tower):
     return jnp.take_along_axis(history[index], best, axis=1) @ w_tower
 
 
-@layout("user bounds buckets index w_digits", 0.93)
-def digitized_features(user, bounds, buckets, index, w_digits):
-    return buckets[jnp.digitize(user[index], bounds)].reshape(B, -1) @ w_digits
-
-
 @layout("user bounds index w_tower", 0.93)
 def interpolated_features(user, bounds, index, w_tower):
     return jnp.interp(user[index], bounds, jnp.cos(bounds)) @ w_tower
@@ -150,11 +145,6 @@ def fields_padded(user_fields, cand_fields, index, w_wide):
 def largest_in_windows(history, index, w_tower):
     x = lax.reduce_window(history[index], -jnp.inf, lax.max, (1, 3, 1), (1, 2, 1), "VALID")
     return x @ w_tower
-
-
-@layout("history index w_tower", 0.93)
-def filtered_history(history, index, w_tower):
-    return jnp.fft.irfft(jnp.fft.rfft(history[index], axis=1) * 2, n=S, axis=1) @ w_tower
 
 
 # Loops over candidates, of which every iteration looks up its user.
