@@ -1,5 +1,6 @@
 """The rule of custom_jvp: the function and its JVP rule, both at the smaller batch."""
 
+import functools
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -75,12 +76,9 @@ def _is_elementwise(ctx: Context, eqn: Any) -> bool:
     rule = jvp_rules.identity(eqn.params["jvp_jaxpr_fun"])
     if len(eqn.outvars) != 1 or eqn.params["symbolic_zeros"]:
         return False
-    if rule is None:
-        return any_shape.is_elementwise_jvp(eqn)
-    proven, key = ctx.programs.jvp_rules, (rule, eqn.invars[0].aval)
-    if key not in proven:
-        proven[key] = any_shape.is_elementwise_jvp(eqn)
-    return bool(proven[key])
+    prove = functools.partial(any_shape.is_elementwise_jvp, eqn)
+    key = rule, eqn.invars[0].aval
+    return bool(prove() if rule is None else ctx.programs.once(key, prove))
 
 
 def _proven_rule(
@@ -88,14 +86,11 @@ def _proven_rule(
 ) -> core.Jaxpr | None:
     """Returns `_jvp_rule` of a call; calls of one function on values of the same forms share it."""
     rule = jvp_rules.identity(eqn.params["jvp_jaxpr_fun"])
-    if rule is None:
-        return _jvp_rule(ctx, eqn, operands, results)
+    prove = functools.partial(_jvp_rule, ctx, eqn, operands, results)
     forms = tuple(map(form, operands)), tuple(map(form, results))
     key = (rule, *forms, ctx.derivatives, tuple(v.aval for v in (*eqn.invars, *eqn.outvars)))
-    proven = ctx.programs.jvp_rules
-    if key not in proven:
-        proven[key] = _jvp_rule(ctx, eqn, operands, results)
-    return proven[key]
+    found: core.Jaxpr | None = prove() if rule is None else ctx.programs.once(key, prove)
+    return found
 
 
 def _jvp_rule(
