@@ -139,8 +139,7 @@ def dot_general(ctx: Context, eqn: Any, lhs: Any, rhs: Any) -> Any:
     elif activation is None:
         out = masked_keys.attend(ctx, scores, base)
     else:
-        name, scale, output_scale, _ = activation
-        out = masked_keys.attend_activated(root, base, name, scale, output_scale)
+        out = masked_keys.attend_activated(root, base, activation)
     origins = lineage.origins_of(root.key, value) | root.mask_origins
     origins |= changed.origins if changed is not None else frozenset()
     op = "attention" if activation is None else "gdpa"
