@@ -54,6 +54,7 @@ def shard_map(ctx: Context, eqn: Any, *operands: Any) -> Any:
             value = next(rest)
             if key is not None:
                 (x, names), index, shape = key, next(rest), tuple(v.aval.shape)
+                assert x.lineage is not None
                 users = (x.lineage, names)
                 if users not in lineages:
                     lineages[users] = Lineage(index, x.lineage.users, shape[x.axis])
