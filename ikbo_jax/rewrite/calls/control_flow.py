@@ -67,11 +67,6 @@ def _checkpointed(ctx: Context, eqn: Any, operands: Sequence[Any]) -> list[Any]:
         return out
 
     program = jaxprs.trace(body, [], jaxpr)
-    if program.effects:
-        policy, prevent_cse = eqn.params["policy"], eqn.params["prevent_cse"]
-        run = jaxprs.ending_its_trace(body)
-        out = jax.checkpoint(run, policy=policy, prevent_cse=prevent_cse)()
-        return packs[-1](out)
     # `jax.checkpoint` would bind the primitive, too, but also look up the arguments' names.
     params = jaxprs.call_params(eqn.params, jaxprs.with_constants_last(program), {})
     return packs[-1](eqn.primitive.bind(*program.consts, **params))
