@@ -106,7 +106,7 @@ ROWS_OF_LONG = {"q_rows": LONG_BACKWARD.q_rows, "kv_rows": LONG_BACKWARD.kv_rows
         (LINEAR, LINEAR.default_config(), [], [{"m": 512}]),
         (
             LINEAR_BACKWARD,
-            dataclasses.replace(LINEAR_BACKWARD.default_config(), weight_stages=4),
+            dataclasses.replace(LINEAR_BACKWARD.default_config(), stages=4),
             *([{"batches": (18, 900)}], [{"m": 40}, {"ks": (1178, 20)}]),
         ),
         (ATTENTION, other(ATTENTION), [], [{"head_dim": 192}]),
