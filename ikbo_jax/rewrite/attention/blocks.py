@@ -138,7 +138,7 @@ def of_one_user(ctx: Context, x: Any, axis: int) -> Any:
         return x
     parts = tuple(elementwise.of_one_user(ctx, part, axis) for part in x.parts)
     of_user = sum(n for part, n in zip(parts, x.sizes, strict=True) if lineage.has_lineage(part))
-    return Concat(parts, x.axis) if 2 * of_user > x.shape[x.axis] else x
+    return x if lineage.is_at_least(x.shape[x.axis], 2 * of_user) else Concat(parts, x.axis)
 
 
 def start(
