@@ -34,7 +34,7 @@ def dot_general(ctx: Context, eqn: Any, lhs: Any, rhs: Any) -> Any:
     if lineage.is_plain(lhs) and lineage.is_plain(rhs):
         return ctx.bind(eqn, lhs, rhs)
     if isinstance(lhs, Concat) or isinstance(rhs, Concat):
-        found = _blocks(eqn, lhs, rhs)
+        found = _blocks(ctx, eqn, lhs, rhs)
         if found is not None:
             return found
     if all(isinstance(x, Concat) and _is_looked_up(x) for x in (lhs, rhs)):
@@ -59,7 +59,7 @@ def _is_looked_up(x: Concat) -> bool:
     )
 
 
-def _blocks(eqn: Any, lhs: Any, rhs: Any) -> Any:
+def _blocks(ctx: Context, eqn: Any, lhs: Any, rhs: Any) -> Any:
     """Returns the scores of tokens of users and candidates; None for another product."""
     _, (batch, _) = eqn.params["dimension_numbers"]
     if not batch or not products.has_default_precision(eqn):
@@ -71,7 +71,7 @@ def _blocks(eqn: Any, lhs: Any, rhs: Any) -> Any:
         assert isinstance(out, jax.Array)
         return out
 
-    return blocks.start(eqn, lhs, rhs, plain_product)
+    return blocks.start(ctx, eqn, lhs, rhs, plain_product)
 
 
 def product(
