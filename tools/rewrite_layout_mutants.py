@@ -16,6 +16,7 @@ def layouts(*names: str) -> tuple[str, ...]:
     return tuple(f"{file}::test_values_and_gradients[{name}]" for name in names)
 
 
+_STEPS = ("tests/rewrite/test_rewrite_lookalikes.py::test_every_step_from_every_source[repeat]",)
 LAYOUT_MUTANTS = (
     # Layouts.
     Mutant(
@@ -130,7 +131,7 @@ LAYOUT_MUTANTS = (
         "rules/row_rules.py",
         "concat(parts[::-1] if x.axis in along else parts, x.axis)",
         "concat(parts, x.axis)",
-        layouts("fields_reversed"),
+        _STEPS,
     ),
     Mutant(
         "padding on the other side",

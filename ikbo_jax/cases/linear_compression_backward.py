@@ -11,11 +11,8 @@ import jax.numpy as jnp
 from ikbo_jax.cases import case, linear_compression
 from ikbo_jax.cases.error_rule import Check
 from ikbo_jax.ops.linear_compression_backward import Gradients, kernel_vjp
-from ikbo_jax.problems import (
-    LinearCompressionBackwardProblem,
-    LinearCompressionBackwardTuning,
-    LinearCompressionProblem,
-)
+from ikbo_jax.problems import LinearCompressionBackwardProblem, LinearCompressionProblem
+from ikbo_jax.problems.linear_compression_backward import WeightGradientConfig, default_config
 from ikbo_jax.reference import linear_compression as reference
 
 
@@ -51,10 +48,9 @@ class Case(case.Case):
     def xla_path(self) -> Callable[..., Gradients]:
         return reference.decomposed_vjp
 
-    def kernel(
-        self, config: LinearCompressionBackwardTuning, num_sms: int
-    ) -> Callable[..., Gradients]:
-        run = functools.partial(kernel_vjp, config=config.kernels(self.problem), num_sms=num_sms)
+    def kernel(self, config: WeightGradientConfig, num_sms: int) -> Callable[..., Gradients]:
+        kernels = dataclasses.replace(default_config(self.problem), weight=config)
+        run = functools.partial(kernel_vjp, config=kernels, num_sms=num_sms)
 
         def gradients(*inputs: Any) -> Gradients:
             d_weights, d_embeddings = run(*inputs)

@@ -28,6 +28,15 @@ if keras.backend.backend() != "jax":
     )
 
 
+def _as_int32(x: Any) -> Any:
+    """Casts an index, as `keras.layers.Embedding` does.
+
+    Keras builds a model that it loads by a call with floats alone; without it, parameters of layers
+    that are not built yet are left as they were drawn.
+    """
+    return None if x is None else keras.ops.cast(x, "int32")
+
+
 class _Layer(keras.layers.Layer):
     """Holds the parameters that `_specs` describes, and saves the attributes that `saved` names."""
 
@@ -111,7 +120,8 @@ class LinearCompression(_Layer):
     def call(self, e_user: jax.Array, e_cand: jax.Array, cand_to_user: jax.Array) -> jax.Array:
         """Compresses the embeddings; arguments and result are as in `functional.compress`."""
         options = {"dtype": self.compute_dtype, "precision": self.precision}
-        return functional.compress(self._parameters(), e_user, e_cand, cand_to_user, **options)
+        index = _as_int32(cand_to_user)
+        return functional.compress(self._parameters(), e_user, e_cand, index, **options)
 
 
 @keras.saving.register_keras_serializable("ikbo_jax")
@@ -163,8 +173,8 @@ class CandidateAttention(_Layer):
     ) -> jax.Array:
         """Attends as `functional.attend`; `lengths` are its `key_value_seq_lengths`."""
         return functional.attend(
-            *(self._parameters(), x_cand, x_user, cand_to_user),
-            key_value_seq_lengths=lengths,
+            *(self._parameters(), x_cand, x_user, _as_int32(cand_to_user)),
+            key_value_seq_lengths=_as_int32(lengths),
             logit_cap=self.logit_cap,
             dtype=self.compute_dtype,
             precision=self.precision,

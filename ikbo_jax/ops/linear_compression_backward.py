@@ -13,13 +13,11 @@ from ikbo_jax.ops import dispatch, look_up
 from ikbo_jax.ops.op import Call, Gradient
 from ikbo_jax.ops.sharded import run_kernel
 from ikbo_jax.ops.stacking import concatenate, own_index, stack, unstack
-from ikbo_jax.problems import (
-    LinearCompressionBackwardProblem,
-    LinearCompressionBackwardTuning,
-    LinearCompressionProblem,
-)
+from ikbo_jax.problems import LinearCompressionBackwardProblem, LinearCompressionProblem
 from ikbo_jax.problems.linear_compression_backward import (
     LinearCompressionBackwardConfig,
+    WeightGradientConfig,
+    default_config,
     illegal_reason,
 )
 from ikbo_jax.problems.look_up import SegmentSumProblem
@@ -88,8 +86,8 @@ class CompressionCall(Call):
 
 def choose(
     request: dispatch.Request, problem: LinearCompressionProblem
-) -> tuple[LinearCompressionBackwardTuning | None, str]:
-    """Returns the configuration of the gradient's kernels, or None for XLA; and the reason."""
+) -> tuple[WeightGradientConfig | None, str]:
+    """Returns the configuration of the kernel for weights, or None for XLA; and the reason."""
     backward = LinearCompressionBackwardProblem.of(problem)
     return dispatch.gradient_config(request, backward, illegal_reason(problem))
 
@@ -212,9 +210,10 @@ def _launch(
 ) -> Gradients:
     # A candidate is on one device, unless every device has a part of M.
     finest_dtype = call.dtype if call.is_m_divided else None
+    default = default_config(problem_of(arrays))
     fn = functools.partial(
         kernel_vjp,
-        config=call.backward_config.kernels(problem_of(arrays)),
+        config=dataclasses.replace(default, weight=call.backward_config),
         problems=problems,
         dtypes=(call.dtype, call.dtype, finest_dtype),
         num_sms=call.request.num_sms,

@@ -16,7 +16,7 @@ from ikbo_jax.problems.gdpa_backward import (
 from ikbo_jax.problems.linear_compression import LinearCompressionConfig, LinearCompressionProblem
 from ikbo_jax.problems.linear_compression_backward import (
     LinearCompressionBackwardProblem,
-    LinearCompressionBackwardTuning,
+    WeightGradientConfig,
 )
 from ikbo_jax.problems.packed_compression import PackedCompressionConfig
 from ikbo_jax.problems.problem import Config, Problem
@@ -50,11 +50,11 @@ __all__ = [
     "GdpaConfig",
     "GdpaProblem",
     "LinearCompressionBackwardProblem",
-    "LinearCompressionBackwardTuning",
     "LinearCompressionConfig",
     "LinearCompressionProblem",
     "PackedCompressionConfig",
     "Problem",
     "ResidentCompressionConfig",
     "ShortGdpaConfig",
+    "WeightGradientConfig",
 ]

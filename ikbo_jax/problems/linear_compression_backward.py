@@ -2,9 +2,8 @@
 
 import dataclasses
 import functools
-import itertools
 from collections.abc import Iterator
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 from ikbo_jax.problems import hopper, memory
 from ikbo_jax.problems.hopper import BLOCK_K, NUM_CONSUMERS, TILE_ROWS, WGMMA_M
@@ -29,8 +28,6 @@ MAX_STAGES = 8
 ITEM_COST = 12
 #: Most waves of work items that `WeightGradientConfig.splits` considers.
 MAX_WAVES = 4
-#: Largest number of steps from the default to a candidate that differs in several kernels.
-MAX_STEPS = 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +50,7 @@ class WeightGradientConfig(Config):
         )
 
     def illegal_reason(self, problem: LinearCompressionSizes) -> str | None:
-        if reason := hopper.why_not_rows(problem):
+        if reason := _why_not_sizes(problem) or hopper.why_not_rows(problem):
             return reason
         if self.block_m % 8 or not 8 <= self.block_m <= MAX_BLOCK_M:
             return f"block_m must be a multiple of 8 from 8 to {MAX_BLOCK_M}, but is {self.block_m}"
@@ -79,7 +76,8 @@ class LinearCompressionBackwardConfig(Config):
     """Tuning parameters of all kernels of linear compression's gradient.
 
     `embeddings` are of the forward kernels that multiply each level's cotangents by a transposed
-    weight, `weight` of the kernel for the weights' gradients of all levels.
+    weight, which nobody tunes for the gradient; `weight` of the kernel for the weights' gradients
+    of all levels, of which rows of the dispatch table are.
     """
 
     embeddings: tuple[EmbeddingConfig, ...]
@@ -138,51 +136,11 @@ def _why_not_sizes(problem: LinearCompressionSizes) -> str | None:
 
 
 @dataclasses.dataclass(frozen=True)
-class LinearCompressionBackwardTuning(Config):
-    """What the dispatch table says about linear compression's gradient, as one flat row.
-
-    The weights' values are `WeightGradientConfig`'s, for every level; the embeddings' values are
-    `LinearCompressionConfig`'s, for the gradient of the finest level's embedding, unless the
-    forward pass would choose another kernel for the same product. Coarser levels have their own
-    default.
-    """
-
-    weight_block_m: int = 224
-    weight_stages: int = 5
-    embedding_block_m: int = 224
-    embedding_stages: int = 4
-    embedding_epilogue_rows: int = 56
-    embedding_cluster: int = 2
-    embedding_trim: bool = False
-
-    @classmethod
-    def of(cls, embedding: LinearCompressionConfig, weight: WeightGradientConfig) -> Self:
-        """Makes the row of the finest level's configurations."""
-        x = embedding
-        tile = (x.block_m, x.num_stages, x.epilogue_rows, x.cluster, x.trim)
-        return cls(weight.block_m, weight.stages, *tile)
-
-    def kernels(self, problem: LinearCompressionSizes) -> LinearCompressionBackwardConfig:
-        """Returns the configurations of all kernels."""
-        default = default_config(problem)
-        finest = default.embeddings[-1]
-        if isinstance(finest, LinearCompressionConfig):
-            tile = (self.embedding_block_m, self.embedding_stages, self.embedding_epilogue_rows)
-            switches = (False, self.embedding_cluster, self.embedding_trim)
-            finest = LinearCompressionConfig(*tile, *switches)
-        weight = WeightGradientConfig(self.weight_block_m, self.weight_stages)
-        return LinearCompressionBackwardConfig((*default.embeddings[:-1], finest), weight)
-
-    def illegal_reason(self, problem: LinearCompressionSizes) -> str | None:
-        return _why_not_sizes(problem) or self.kernels(problem).illegal_reason(problem)
-
-
-@dataclasses.dataclass(frozen=True)
 class LinearCompressionBackwardProblem(LinearCompressionSizes):
     """Sizes of the gradient of a linear compression."""
 
     op: ClassVar[str] = "linear_compression_backward"
-    config_type: ClassVar[type] = LinearCompressionBackwardTuning
+    config_type: ClassVar[type] = WeightGradientConfig
 
     @property
     def useful_flops(self) -> int:
@@ -190,37 +148,14 @@ class LinearCompressionBackwardProblem(LinearCompressionSizes):
         return 2 * super().useful_flops
 
     def rank(self) -> Iterator[Ranked]:
-        """Yields the configurations worth timing, each kernel's beside the others' defaults."""
+        """Yields the configurations of the kernel for weights that are worth timing.
+
+        The kernels for embeddings have the configurations of their forward problems.
+        """
         if illegal_reason(self) is not None:
             return iter(())
-        finest = embedding_problem(self, len(self.ks) - 1)
-        embeddings = _with_new_values(finest.row_configs())
-        default = default_config(self).weight
-        first = LinearCompressionBackwardTuning.of(next(iter(embeddings), _ROWS), default)
-        weights = [
-            WeightGradientConfig(block_m, stages)
-            for block_m in _block_ms(self.m)
-            for most in (_with_most_stages(block_m).stages,)
-            for stages in range(most, max(most - 2, 1), -1)
-        ]
-        # Each kernel's configurations are legal by themselves, so every combination is.
-        found = [
-            (i + j, LinearCompressionBackwardTuning.of(embedding, weight))
-            for (i, embedding), (j, weight) in itertools.product(
-                enumerate(embeddings), enumerate(weights)
-            )
-            if i + j <= MAX_STEPS or i + j == max(i, j)
-        ]
-        found.sort(key=lambda entry: entry[0])
-        return by_rule(dict.fromkeys((first, *(config for _, config in found))))
-
-
-def _with_new_values(configs: Iterator[LinearCompressionConfig]) -> list[LinearCompressionConfig]:
-    """Keeps the first configuration, and each with a value that no earlier one had."""
-    found, seen = [], set[tuple[str, int]]()
-    for config in configs:
-        values = set(dataclasses.asdict(config).items())
-        if not values <= seen:
-            found.append(config)
-        seen |= values
-    return found
+        return by_rule(
+            dataclasses.replace(config, stages=stages)
+            for config in map(_with_most_stages, _block_ms(self.m))
+            for stages in range(config.stages, max(config.stages - 2, 1), -1)
+        )

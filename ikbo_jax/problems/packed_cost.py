@@ -23,7 +23,7 @@ from ikbo_jax.problems.problem import Ranked
 # The models by which a kernel or XLA is chosen where none was measured. Times are in us, bytes and
 # FLOPs are for one us; fitted on an H100 to times of 14 and of 81 sizes, together with the model of
 # resident weights. XLA's was fitted before, to the 14. At the 81 sizes, of the times up to 1.5 of
-# the fastest (tests/support/compression_times.py), 226 of 300 of packed tiles err by less than 15 %
+# the fastest (tests/support/measured_times.py), 226 of 300 of packed tiles err by less than 15 %
 # (the worst by 40 %), and 38 of 52 of row tiles (32 %).
 #: Factors of row tiles that waste no column, and of row tiles that waste some.
 ROW_WHOLE, ROW_WASTED = 0.97, 1.03

@@ -23,7 +23,7 @@ from ikbo_jax.problems.resident_compression import (
 
 # A model by which configurations are ordered. Times are in us, bytes are for one us; fitted on an
 # H100 to times of 14 and of 81 sizes. At the 81 sizes, of the times up to 1.5 of the fastest
-# (tests/support/compression_times.py), 139 of 174 err by less than 15 %, the worst by 45 %.
+# (tests/support/measured_times.py), 139 of 174 err by less than 15 %, the worst by 45 %.
 #: A launch, and a further CTA of an SM: its barriers.
 LAUNCH_US, CTA_US = 0.67, 0.1
 #: The latency of a first load; a part of a tile, a further accumulator of it, a compressed row of

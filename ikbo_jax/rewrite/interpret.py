@@ -24,7 +24,6 @@ from ikbo_jax.rewrite.values.equations import (
     described,
     identity,
     is_lookup,
-    is_number,
     may_overflow,
     on_integers,
     op_plan,
@@ -322,8 +321,8 @@ def _as_list(eqn: core.JaxprEqn, results: Any) -> list[Any]:
 
 
 def _cse_key(eqn: core.JaxprEqn, operands: list[Any]) -> Any:
-    """Returns the key under which results on integers, or on one or two numbers, are reused."""
-    if not on_integers(eqn) and not is_number(eqn, operands):
+    """Returns the key under which results on integers are reused; None for other equations."""
+    if not on_integers(eqn):
         return None
     # Random bits depend on this setting, too.
     setting = eqn.ctx.threefry_partitionable

@@ -122,7 +122,8 @@ SPLIT: dict[str, Rule] = RESHAPED | {
 
 #: The rules of logits, exponentials, their sums, and weights.
 SCORES: dict[str, Rule] = {
-    "abs": changed_weights.absolute,
+    # A sum is never negative.
+    "abs": scores.kept_at("sum"),
     "add": changed_weights.sum_of_two,
     "broadcast_in_dim": score_axes.broadcast,
     "convert_element_type": scores.cast,
@@ -144,7 +145,8 @@ SCORES: dict[str, Rule] = {
     "reshape": pairs.reshape,
     "select_n": changed_weights.select,
     "squeeze": score_axes.reshape,
-    "stop_gradient": scores.stopped,
+    # The gradient of a maximum cancels in the softmax.
+    "stop_gradient": scores.kept_at("max"),
     "sub": changed_weights.difference,
     "tanh": scores.capped,
     "transpose": score_axes.transpose,

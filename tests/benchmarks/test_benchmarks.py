@@ -181,13 +181,6 @@ def test_run_writes_every_point_and_the_report_reads_it(tmp_path, monkeypatch):
     assert "tiny" in tables.linear_compression_sweeps(results)
 
 
-def test_budget_leaves_points_out_and_says_so(tmp_path):
-    out = tmp_path / "r.json"
-    results = run(out, "--sweep", "m", "--budget-s", "-1")
-    assert results["points"] == []
-    assert timing.read_results(out)["left_out"] == ["m M=128", "m M=256", "m M=512", "m M=1024"]
-
-
 def record(name: str, ms: float, fraction: float) -> dict:
     return {
         "name": name,

@@ -17,7 +17,6 @@ import pytest
 import test_interpret_attention as attention
 import test_interpret_attention_backward as attention_backward
 import test_interpret_few_queries as few_queries
-import test_interpret_gated_linear as gated_linear
 import test_interpret_gdpa as gdpa
 import test_interpret_gdpa_backward as gdpa_backward
 import test_interpret_gdpa_masks as gdpa_masks
@@ -67,7 +66,7 @@ KERNELS: dict[str, tuple[Callable[..., None], dict[str, Any]]] = {
         linear_compression_backward.CASES,
     ),
     "norm_linear": (norm_linear.check, norm_linear.CASES),
-    "gated_linear": (gated_linear.check, gated_linear.CASES),
+    "gated_linear": (norm_linear.check, norm_linear.GATED),
 }
 #: What the suite runs: every kernel, and every way to store and to add what it computes.
 CHOSEN = {

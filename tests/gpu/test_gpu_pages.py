@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import problems
 import pytest
+from indexed_attention import in_pages
 from test_gpu_attention import check, problem_of, run
 
 from ikbo_jax.problems import AttentionConfig, FewQueriesConfig
@@ -55,24 +56,6 @@ CASES = {
         64,
     ),
 }
-
-
-def in_pages(inputs: problems.AttentionInputs, page: int) -> tuple[problems.AttentionInputs, dict]:
-    """Keys and values in pages in any order, among pages of NaN; a user's may be out of range."""
-    users, kv_len, *heads = inputs.key.shape
-    most = kv_len // page
-    order = np.random.default_rng(0).permutation(2 * users * most)
-    places = order[: users * most]
-
-    def paged(rows):
-        pages = np.full((order.size, page, *heads), np.nan, rows.dtype)
-        pages[places] = np.asarray(rows).reshape(users * most, page, *heads)
-        return jnp.asarray(pages)
-
-    table = np.where(places == order.size - 1, 2**31 - 1, np.where(places == 0, -3, places))
-    table = jnp.asarray(table.reshape(users, most), jnp.int32)
-    inputs = inputs._replace(key=paged(inputs.key), value=paged(inputs.value))
-    return inputs, {"page_table": table}
 
 
 @pytest.mark.parametrize("dtype", problems.HALF_DTYPES)

@@ -168,22 +168,18 @@ CASES |= {
 
 
 def interpret(inputs: problems.AttentionInputs, case: Case) -> tuple[jax.Array, jax.Array]:
-    inputs, pages = case.in_pages(inputs)
-    run = functools.partial(
-        kernel.attention_kernel,
-        **case.own,
-        **pages,
-        scale=case.scale,
-        logit_cap=case.logit_cap,
-        return_residuals=True,
-        config=case.config,
-        num_sms=case.num_sms,
-    )
     order = None if case.order is None else jnp.asarray(case.order, jnp.int32)
+    return launched(kernel.attention_kernel, inputs, case, order=order)
+
+
+def launched(run: Any, inputs: Any, case: Any, **arrays: Any) -> tuple[jax.Array, jax.Array]:
+    """Results of a kernel in one program instead of one for each operation."""
+    inputs, pages = case.in_pages(inputs)
     inputs, targets = packed(inputs, case)
-    # One program instead of one for each operation.
-    out, lse = jax.jit(run)(*inputs, order=order, targets=targets)
-    return jax.block_until_ready((out, lse))
+    options = {"scale": case.scale, "logit_cap": case.logit_cap, "config": case.config}
+    options |= {"num_sms": case.num_sms, "return_residuals": True}
+    run = jax.jit(functools.partial(run, **case.own, **pages, **options))
+    return jax.block_until_ready(run(*inputs, targets=targets, **arrays))
 
 
 def packed(inputs, case) -> tuple[problems.AttentionInputs, np.ndarray | None]:

@@ -13,7 +13,7 @@ import problems
 import pytest
 from indexed_attention import IndexedAttention
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from test_interpret_attention import check, packed
+from test_interpret_attention import check, launched
 
 from ikbo_jax.pallas.few_queries import consumer, gathering, kernel, listing
 from ikbo_jax.pallas.few_queries.kernel import few_queries_kernel
@@ -318,21 +318,7 @@ def own_among_values(
 
 
 def interpret(inputs: problems.AttentionInputs, case: Case) -> tuple[jax.Array, jax.Array]:
-    inputs, pages = case.in_pages(inputs)
-    inputs, targets = packed(inputs, case)
-    run = functools.partial(
-        few_queries_kernel,
-        key_value_ranges=case.ranges,
-        **case.own,
-        **pages,
-        scale=case.scale,
-        logit_cap=case.logit_cap,
-        targets=targets,
-        return_residuals=True,
-        config=case.config,
-        num_sms=case.num_sms,
-        lists=case.lists,
-    )
+    run = functools.partial(few_queries_kernel, key_value_ranges=case.ranges, lists=case.lists)
     cached = 0 if case.exceeds_cache else kernel.CACHE_BYTES
     least = problems_few_queries.MOST_TABLED if case.searches else 1
     with contextlib.ExitStack() as patches:
@@ -345,7 +331,7 @@ def interpret(inputs: problems.AttentionInputs, case: Case) -> tuple[jax.Array, 
             plan = case.config.listings(case.problem, case.num_sms)._replace(bundle=case.bundle)
             patch = mock.patch.object(FewQueriesConfig, "listings", return_value=plan)
             patches.enter_context(patch)
-        return jax.block_until_ready(jax.jit(run)(*inputs))
+        return launched(run, inputs, case)
 
 
 @pytest.mark.sampled(3)

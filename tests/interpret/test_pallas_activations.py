@@ -100,27 +100,39 @@ def gradients(spec, head, scores, d_weights) -> tuple[np.ndarray, np.ndarray]:
 
 
 @pytest.mark.parametrize(
-    ("scale", "has_f32_range"),
-    [(0.3, True), (4.0, True), (0.3, False), (-0.3, True), (2.0**-12, True)],
+    ("scale", "has_f32_range", "logit_cap"),
+    [
+        *((0.3, True, None), (4.0, True, None), (0.3, False, None), (-0.3, True, None)),
+        *((2.0**-12, True, None), (0.3, True, 2.0), (0.3, False, 2.0), (0.3, True, 5e3)),
+    ],
 )
 def test_weights_and_slopes_times_their_factors_are_activated_scores_and_gradients(
-    scale: float, has_f32_range: bool
+    scale: float, has_f32_range: bool, logit_cap: float | None
 ) -> None:
-    scores = np.concatenate([GRID[:, ::32].ravel(), LARGE, KINKS])
-    scaled = jnp.float32(scale) * scores
+    scores = np.concatenate([GRID[:, ::32].ravel(), LARGE, KINKS[2:4] if logit_cap else KINKS])
+    argument, slope, bounds = jnp.float32(scale) * scores, 1.0, (2e-6, ATOL, 3e-6, 2e-5)
+    if logit_cap is not None:
+        inner = np.tanh(scores.astype(np.float64) * scale / logit_cap)
+        argument, slope = np.float32(logit_cap * inner), 1 - inner**2
+        bounds = 2e-5, 2e-5, 1e-4, 1e-4
+    rtol, atol, slope_rtol, slope_atol = bounds
     d_weights = np.linspace(-2, 2, scores.size, dtype=np.float32)
     for approx, name in PAIRS:
-        spec = gdpa_weights.ActivationSpec((name,), approx, scale, 1.0, has_f32_range)
+        settings = Settings((name,), approx, scale, logit_cap=logit_cap)
+        dtype = jnp.dtype("bfloat16" if has_f32_range else "float16")
+        spec = gdpa_weights.ActivationSpec.of(settings, dtype)
         expected = reference.elementwise(name, approx)
-        value, alone = expected.value(scaled), result(spec, 0, scores)
+        value, alone = expected.value(argument), result(spec, 0, scores)
         close = functools.partial(np.testing.assert_allclose, err_msg=f"{name} {approx}")
-        if spec.is_packed:
+        if spec.is_packed and logit_cap is None:
             assert np.all(np.abs(alone - value) <= 2.0**-6 * np.abs(scale * scores)), name
         else:
-            close(alone, value, rtol=2e-6, atol=ATOL)
+            packed_atol = 2.0**-6 * np.max(np.abs(argument)) * spec.is_packed
+            close(alone, value, rtol=rtol, atol=atol + packed_atol)
         with_slope, d_scores = gradients(spec, 0, scores, d_weights)
-        close(with_slope, value, rtol=2e-6, atol=ATOL)
-        close(d_scores, d_weights * expected.slope(scaled), rtol=3e-6, atol=2e-5)
+        close(with_slope, value, rtol=rtol, atol=atol)
+        wanted = d_weights * expected.slope(argument) * slope
+        close(d_scores, wanted, rtol=slope_rtol, atol=slope_atol)
 
 
 def test_softmax_s_weights_are_at_most_1_where_lse_is_rounded_down() -> None:
@@ -173,23 +185,3 @@ def test_caps_take_any_number() -> None:
         np.testing.assert_allclose(found[6], np.tanh(1e20 * scale / logit_cap), rtol=1e-5)
         np.testing.assert_allclose(found[5], np.tanh(3 * scale / logit_cap), rtol=1e-5)
     assert caps.scale_and_cap(0.3, None) == (0.3, None)
-
-
-@pytest.mark.parametrize(("logit_cap", "has_f32_range"), [(2.0, True), (2.0, False), (5e3, True)])
-def test_capped_weights_and_slopes(logit_cap: float, has_f32_range: bool) -> None:
-    scale, scores = 0.3, np.concatenate([GRID[:, ::32].ravel(), LARGE, KINKS[2:4]])
-    inner = np.tanh(scores.astype(np.float64) * scale / logit_cap)
-    argument, slope = np.float32(logit_cap * inner), 1 - inner**2
-    d_weights = np.linspace(-2, 2, scores.size, dtype=np.float32)
-    for approx, name in PAIRS:
-        settings = Settings((name,), approx, scale, logit_cap=logit_cap)
-        dtype = jnp.dtype("bfloat16" if has_f32_range else "float16")
-        spec = gdpa_weights.ActivationSpec.of(settings, dtype)
-        expected = reference.elementwise(name, approx)
-        value, alone = expected.value(argument), result(spec, 0, scores)
-        close = functools.partial(np.testing.assert_allclose, err_msg=f"{name} {approx}")
-        atol = 2e-5 + 2.0**-6 * np.max(np.abs(argument)) * spec.is_packed
-        close(alone, value, rtol=2e-5, atol=atol)
-        with_slope, d_scores = gradients(spec, 0, scores, d_weights)
-        close(with_slope, value, rtol=2e-5, atol=2e-5)
-        close(d_scores, d_weights * expected.slope(argument) * slope, rtol=1e-4, atol=1e-4)

@@ -3,6 +3,7 @@
 import collections
 import contextlib
 import dataclasses
+import pathlib
 import sys
 from collections.abc import Iterator
 
@@ -14,6 +15,9 @@ from jax._src.pallas.mosaic_gpu import lowering
 from signs import selected_integers_keep_their_sign as selected_integers_keep_their_sign
 
 from ikbo_jax.ops import dispatch
+
+# Operands of interpreted tests are compiled, too.
+sys.path.append(str(pathlib.Path(__file__).parents[1] / "interpret"))
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:

@@ -1,4 +1,7 @@
-"""GDPA's forward kernels compiled for sm_90a without a GPU: no spills, no serialised WGMMAs."""
+"""GDPA's forward kernels compiled for sm_90a without a GPU: no spills, no serialised WGMMAs.
+
+Also with masks.
+"""
 
 import dataclasses
 import re
@@ -11,7 +14,7 @@ import pytest
 
 from ikbo_jax.pallas.flash import attention, short_gdpa
 from ikbo_jax.pallas.flash import gdpa as kernel
-from ikbo_jax.pallas.worklist import lists
+from ikbo_jax.pallas.worklist import lists, masked
 from ikbo_jax.pallas.worklist.lists import Offsets
 from ikbo_jax.pallas.worklist.tiles import query_tiles
 from ikbo_jax.problems import GdpaConfig, GdpaProblem, ShortGdpaConfig, hopper
@@ -19,6 +22,7 @@ from ikbo_jax.problems import short_gdpa as short_configs
 from ikbo_jax.problems.attention_tile_cost import MOST_LISTED_WORDS
 from ikbo_jax.problems.hopper import WARPGROUP_SIZE
 from ikbo_jax.reference.gdpa import Settings
+from ikbo_jax.reference.hstu import Rule
 from ikbo_jax.tuning import table_rows
 
 pytestmark = pytest.mark.slow
@@ -49,20 +53,27 @@ def is_softmax(problem: GdpaProblem) -> bool:
     return problem.activations == ("softmax",)
 
 
-def launch(problem: GdpaProblem, config: Any, scales: tuple[float, float]) -> tuple:
-    """The kernel's host function, and the shapes it takes."""
+def launch(
+    problem: GdpaProblem, config: Any, scales: tuple[float, float], rule: Rule | None = None
+) -> tuple:
+    """The kernel's host function, and the shapes it takes; `rule` is that of the mask."""
     options: dict[str, Any] = {"out_rows": problem.q_rows, "num_sms": NUM_SMS}
     logit_cap = LOGIT_CAP if problem.has_logit_cap else None
-    settings = Settings(problem.activations, problem.approx, *scales, logit_cap)
+    settings = Settings(problem.activations, problem.approx, *scales, logit_cap, rule=rule)
     is_found = isinstance(config, ShortGdpaConfig) and config.finds_tiles
     bounds = problem.max_seqlen_q, problem.max_seqlen_kv
 
     def fn(query: Any, key: Any, value: Any, *ints: Any) -> Any:
-        tiles: Any = lists.TileList(*ints)
+        tiles: Any = lists.TileList(*ints[:2])
         if is_found:
             sizes = query.shape[0], key.shape[0], *bounds
             tiles = Offsets(None if problem.broadcast_q else ints[0], ints[1], None, *sizes)
         operands = (query, key, value, tiles, settings)
+        if problem.mask:
+            seen = ints[2] if rule is None else None
+            return kernel.gdpa_forward(
+                *operands, config=config, seen=seen, return_residuals=True, **options
+            )
         if isinstance(config, ShortGdpaConfig):
             has_residuals = is_softmax(problem)
             return short_gdpa.short_gdpa(
@@ -78,12 +89,16 @@ def launch(problem: GdpaProblem, config: Any, scales: tuple[float, float]) -> tu
         return jax.ShapeDtypeStruct((rows, heads, problem.head_dim), jnp.dtype(problem.dtype))
 
     keys = shape(problem.kv_rows, problem.kv_heads)
-    words = jax.ShapeDtypeStruct((problem.q_rows // 128, lists.TILE_WORDS), jnp.int32)
+    further = lists.MASK_WORDS if rule is None else lists.mask_words(rule)
+    tiles = problem.q_rows // 128, lists.TILE_WORDS + (further if problem.mask else 0)
+    words = jax.ShapeDtypeStruct(tiles, jnp.int32)
     counts = jax.ShapeDtypeStruct((2,), jnp.int32)
+    read = [jax.ShapeDtypeStruct((tiles[0], 2, 4, 64), jnp.int32)]
     if is_found:
         words = counts = jax.ShapeDtypeStruct((problem.batch + 1,), jnp.int32)
     q_rows = problem.q_rows // (problem.batch if problem.broadcast_q else 1)
-    return fn, shape(q_rows, problem.q_heads), keys, keys, words, counts
+    read = read if problem.mask and rule is None else []
+    return fn, shape(q_rows, problem.q_heads), keys, keys, words, counts, *read
 
 
 @dataclasses.dataclass(frozen=True)
@@ -223,3 +238,61 @@ def test_the_list_of_tiles_is_one_kernel(bound, is_merged, compiler) -> None:
     assert operations == {"custom_call", "optimization_barrier"}, operations
     (compiled,) = compiler.compile_fit(list_tiles, *arrays)
     assert compiled.name == "ikbo_tile_list"
+
+
+# With masks.
+
+MASKED = dataclasses.replace(DEFAULT, mask="causal")
+TARGETS = Rule(None, True, window=256)
+#: Masks in words, and their rules.
+WORDS = {"causal": "causal", "targets": "causal+contextual+targets+window=256", "read": "intervals"}
+RULES = {"causal": Rule(), "targets": TARGETS, "read": None}
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize(("longest", "block_kv"), [(100, 64), (1024, 128)])
+@pytest.mark.parametrize("mask", RULES)
+@pytest.mark.parametrize("head_dim", [64, 96, 128])
+@pytest.mark.parametrize("activation", ["silu", "gelu", "relu", "gelu_tanh", "softmax"])
+def test_offline_masked_kernel_is_fit(activation, head_dim, mask, longest, block_kv, compiler):
+    dtype = "float16" if head_dim == 96 else "bfloat16"
+    changes = {"activations": (activation,), "mask": WORDS[mask], "dtype": dtype}
+    bounds = {"max_seqlen_q": longest, "max_seqlen_kv": longest}
+    problem = dataclasses.replace(MASKED, **changes, **bounds, head_dim=head_dim)
+    config = problem.default_config()
+    assert config.block_kv == block_kv
+    assert config.skip_empty == (mask == "targets" and head_dim == 128)
+    (compiled,) = compiler.compile_fit(*launch(problem, config, SCALES, RULES[mask]))
+    assert compiled.smem_bytes == config.smem_bytes(head_dim)
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("longest", [100, 1024])
+@pytest.mark.parametrize(
+    ("activation", "approx", "head_dim", "mask"),
+    [
+        ("silu", None, 128, "targets"),
+        ("gelu_tanh", None, 128, "read"),
+        ("gelu_tanh", "tanh", 64, "targets"),
+        ("gelu", None, 96, "causal"),
+    ],
+)
+def test_offline_masked_kernel_with_a_cap_is_fit(
+    activation, approx, head_dim, mask, longest, compiler
+) -> None:
+    changes = {"activations": (activation,), "approx": approx, "head_dim": head_dim}
+    changes |= {"max_seqlen_q": longest, "max_seqlen_kv": longest}
+    problem = dataclasses.replace(MASKED, **changes, mask=WORDS[mask], has_logit_cap=True)
+    compiler.compile_fit(*launch(problem, problem.default_config(), SCALES, RULES[mask]))
+
+
+@pytest.mark.parametrize("rule", [Rule(), TARGETS], ids=["causal", "targets"])
+def test_the_list_of_masked_tiles_is_one_kernel(rule: Rule, compiler: offline.Compiler) -> None:
+    def list_tiles(cu_seqlens: Any, *numbers: Any) -> Any:
+        offsets = lists.Offsets(cu_seqlens, cu_seqlens, None, 65536, 65536, 1024)
+        given = dict(zip(("num_targets", "contextual"), numbers, strict=False))
+        return masked.masked_tiles(offsets._replace(rule=rule, **given), size=128, unit=128)
+
+    shapes = [jax.ShapeDtypeStruct((n,), jnp.int32) for n in (65, 64, 64)]
+    (compiled,) = compiler.compile_fit(list_tiles, *shapes[: 3 if rule is TARGETS else 1])
+    assert compiled.name == "ikbo_masked_tile_list"

@@ -6,50 +6,37 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import problems
 import pytest
+from indexed_attention import in_pages
 
 import ikbo_jax as ikbo
 from ikbo_jax.problems import FewQueriesConfig
 
-PAGE, MOST, USERS, PAGES = 4, 3, 5, 20
+PAGE, MOST, USERS = 4, 3, 5
+PAGES = 2 * USERS * MOST
 LENGTHS = np.array([12, 0, 5, 9, 4], np.int32)
 
 
+def whole(dtype: str = "float32") -> dict[str, Any]:
+    """Users' keys and values in one array; positions that no user has are NaN."""
+    shape = problems.AttentionShape(USERS, 7, 2, MOST * PAGE, 4, 2, 8, "unsorted")
+    hidden = (np.arange(MOST * PAGE) >= LENGTHS[:, None])[..., None, None]
+    query, *keys, index, _ = problems.make_attention_inputs(shape, dtype)
+    keys = [jnp.where(hidden, jnp.nan, x).astype(dtype) for x in keys]
+    return problems.AttentionInputs(query, *keys, index, jnp.asarray(LENGTHS))._asdict()
+
+
 def inputs(dtype: str = "float32") -> dict[str, Any]:
-    """Users' pages in any order; positions that no user has are NaN."""
-    rng = np.random.default_rng(0)
-
-    def draw(*shape: int) -> Any:
-        return rng.standard_normal(shape).astype(jnp.dtype(dtype))
-
-    table = rng.permutation(PAGES)[: USERS * MOST].reshape(USERS, MOST).astype(np.int32)
-    found = {"query": draw(7, 2, 4, 8), "page_table": table, "key_value_seq_lengths": LENGTHS}
-    found["cand_to_user"] = np.array([0, 2, 2, 1, 4, 3, 0], np.int32)
-    for name in ("key", "value"):
-        pages = draw(PAGES, PAGE, 2, 8)
-        free = np.ones((PAGES, PAGE), bool)
-        for user, length in enumerate(LENGTHS):
-            position = np.arange(length)
-            free[table[user, position // PAGE], position % PAGE] = False
-        pages[free] = np.nan
-        found[name] = pages
-    return {name: jnp.asarray(array) for name, array in found.items()}
-
-
-def unpaged(arrays: dict[str, Any]) -> dict[str, Any]:
-    table = np.asarray(arrays["page_table"])
-    laid_out = {
-        name: jnp.asarray(np.asarray(arrays[name])[table].reshape(USERS, MOST * PAGE, 2, 8))
-        for name in ("key", "value")
-    }
-    return {name: x for name, x in arrays.items() if name != "page_table"} | laid_out
+    pages, table = in_pages(problems.AttentionInputs(**whole(dtype)), PAGE)
+    return pages._asdict() | table
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_pages_are_read_as_one_array(dtype):
     arrays = inputs(dtype)
     found = jax.jit(functools.partial(ikbo.attention, return_residuals=True))(**arrays)
-    expected = ikbo.attention(**unpaged(arrays), return_residuals=True)
+    expected = ikbo.attention(**whole(dtype), return_residuals=True)
     for a, b in zip(found, expected, strict=True):
         np.testing.assert_array_equal(a, b)
     assert np.isfinite(np.asarray(found[0], np.float32)).all()
@@ -63,10 +50,10 @@ def test_gradients_go_to_the_pages():
 
     floats = [arrays.pop(name) for name in ("query", "key", "value")]
     found = jax.grad(loss, argnums=(0, 1, 2))(*floats, **arrays)
-    whole = unpaged(dict(zip(("query", "key", "value"), floats, strict=True)) | arrays)
-    rows = [whole.pop(name) for name in ("query", "key", "value")]
-    expected = jax.grad(loss, argnums=(0, 1, 2))(*rows, **whole)
-    table = np.asarray(arrays["page_table"])
+    others = whole()
+    rows = [others.pop(name) for name in ("query", "key", "value")]
+    expected = jax.grad(loss, argnums=(0, 1, 2))(*rows, **others)
+    table = np.clip(arrays["page_table"], 0, PAGES - 1)
     np.testing.assert_allclose(found[0], expected[0], atol=1e-6)
     for pages, rows in zip(found[1:], expected[1:], strict=True):
         np.testing.assert_allclose(
@@ -179,7 +166,7 @@ def test_explain_says_why_xla_gathers_the_pages():
         ({"key_value_seq_lengths": None}, "page_table needs key_value_seq_lengths"),
         ({"page_table": jnp.zeros((USERS, 2))}, "page_table must be an int32 array"),
         ({"page_table": jnp.zeros(USERS, jnp.int32)}, r"page_table must have shape \[U, most"),
-        ({"key": jnp.zeros((3, PAGE, 2, 8))}, "key has pages=3 but value has pages=20"),
+        ({"key": jnp.zeros((3, PAGE, 2, 8))}, "key has pages=3 but value has pages=30"),
         ({"key": jnp.zeros((PAGES, 8, 2, 8))}, "key has page=8 but value has page=4"),
         ({"key": jnp.zeros((PAGES, 2, 8))}, r"key must have shape \[pages, page, K, H\]"),
         ({"page_table": jnp.zeros((4, MOST), jnp.int32)}, "key_value_seq_lengths has .*U=4"),

@@ -139,6 +139,32 @@ def test_a_keras_model_is_saved_loaded_and_trained(keras: Any, tmp_path: Any) ->
 
 
 @pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
+def test_a_subclassed_keras_model_is_saved_and_loaded(keras: Any, tmp_path: Any) -> None:
+    """Keras builds it before it loads the parameters, by a call with floats."""
+    from ikbo_jax.layers import keras as layers
+
+    @keras.saving.register_keras_serializable("test_doors")
+    class Model(keras.Model):
+        def __init__(self, **options: Any) -> None:
+            super().__init__(**options)
+            self.attend, self.compress = (
+                layers.CandidateAttention(2, 8),
+                layers.LinearCompression(4),
+            )
+
+        def call(self, inputs: Any) -> Any:
+            x_cand, x_user, index, lengths = inputs
+            tokens = self.attend(x_cand, x_user, index, lengths)
+            return self.compress(x_user[:, :, :8], tokens, index)
+
+    model, arrays = Model(), [X_CAND, X_USER, INDEX, jnp.array([6, 2], jnp.int32)]
+    out = model(arrays)
+    model.save(tmp_path / "model.keras")
+    loaded = keras.saving.load_model(tmp_path / "model.keras")
+    np.testing.assert_array_equal(loaded(arrays), out)
+
+
+@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
 @pytest.mark.parametrize("seed", [None, 3])
 def test_a_keras_model_that_calls_layers_draws_every_matrix(keras: Any, seed: Any) -> None:
     """A model of methods is traced before its layers have parameters."""

@@ -20,8 +20,8 @@ from ikbo_jax.problems import (
     AttentionConfig,
     AttentionProblem,
     LinearCompressionBackwardProblem,
-    LinearCompressionBackwardTuning,
     LinearCompressionConfig,
+    WeightGradientConfig,
 )
 from ikbo_jax.tuning import table
 
@@ -182,7 +182,7 @@ def test_explaining_computes_nothing() -> None:
 def test_kernel_shows_configuration_and_row(fake_hopper, monkeypatch) -> None:
     config = LinearCompressionConfig(block_m=128, epilogue_rows=32)
     note = "sm90.json, nearest row at distance 0.25"
-    tuning = LinearCompressionBackwardTuning(weight_block_m=64)
+    tuning = WeightGradientConfig(block_m=64)
     choices = {
         "linear_compression": table.Choice(config, "sm90.json", False, note),
         "linear_compression_backward": table.Choice(tuning, "sm90.json", True, "another row"),

@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import offline
-import optax
 import problems
 import pytest
 from small_kernels import prefer_kernels
@@ -110,27 +109,6 @@ def functional_layer(pad: Any, dtype: str | None) -> jax.Array:
 )
 def test_programs_have_the_same_bits(run: Any, options: dict[str, Any]) -> None:
     assert_same(run(ikbo.pad_weight, **options), run(lambda weight: weight, **options))
-
-
-def test_an_optimiser_leaves_the_padding_zero() -> None:
-    """Adam with weight decay, and the same steps as with plain weights."""
-    plain = [jnp.asarray(w, jnp.float32) for w in INPUTS[:2]]
-    floats = [jnp.asarray(x, jnp.float32) for x in ARRAYS[:2]]
-    optimiser = optax.adamw(0.01)
-
-    def trained(weights: Any) -> Any:
-        state = optimiser.init(weights)
-        for _ in range(3):
-            gradient = jax.grad(lambda weights: loss(*weights, *floats, ARRAYS[2]))(weights)
-            updates, state = optimiser.update(gradient, state, weights)
-            weights = optax.apply_updates(weights, updates)
-        return weights
-
-    with jax.numpy_dtype_promotion("standard"):  # optax promotes
-        found, expected = trained([ikbo.pad_weight(w) for w in plain]), trained(plain)
-    for x, y in zip(found, expected, strict=True):
-        assert not np.asarray(x.rows)[:, x.k :].any()
-        np.testing.assert_allclose(np.asarray(x.weight), np.asarray(y), rtol=1e-5)
 
 
 def test_a_program_for_cuda_pads_no_padded_weight(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -225,24 +225,6 @@ def test_plot_refuses_before_it_runs(file: str, reason: str, tmp_path, monkeypat
     assert reason in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("flag", "value", "reason"),
-    [
-        ("--seed", "-1", "-1 is negative"),
-        ("--seed", "1.5", "'1.5' is not a whole number"),
-        *(
-            (flag, "0", "0 is not a positive number")
-            for flag in ("--candidates", "--users", "--m", "--n", "--k-cand", "--k-user")
-        ),
-    ],
-)
-def test_a_number_out_of_range_is_refused(flag, value, reason, capsys):
-    with pytest.raises(SystemExit) as stop:
-        cli.main(["demo", f"{flag}={value}"])
-    assert stop.value.code == cli.UNUSABLE
-    assert reason in capsys.readouterr().err
-
-
 def test_output_that_the_encoding_lacks_is_escaped(tmp_path, monkeypatch):
     monkeypatch.setenv("IKBO_JAX_CACHE_DIR", str(tmp_path / "é"))
     printed = io.BytesIO()

@@ -225,12 +225,17 @@ SEQUENCES = {
     "last": lambda x: (x[:, -1:], x, x),
 }
 LAYERS = (1, 2)
+#: The history of every candidate.
+HISTORIES = {
+    "index": lambda x, i: x[i],
+    "one_user": lambda x, i: jnp.broadcast_to(x[:1], (B, *x.shape[1:])),
+}
 
 
-def program(mask, fill, put_in, softmax, sequence, layers, order) -> Any:
+def program(mask, fill, put_in, softmax, sequence, layers, order, users) -> Any:
     def fn(history, own, index, valid):
         scales = jnp.asarray(SCALES, own.dtype)
-        parts = [history[index], own]
+        parts = [HISTORIES[users](history, index), own]
         x = jnp.concatenate(parts if order else parts[::-1], axis=1)
         for _ in range(layers):
             q, k, v = (
@@ -261,6 +266,7 @@ def case(dtype="float32", **choices) -> Case:
         "sequence": "all",
         "layers": 1,
         "order": True,
+        "users": "index",
     } | choices
     args = tuple(jnp.asarray(x, dtype) for x in (HISTORY, OWN))
     name = " ".join(map(str, (dtype, *chosen.values())))
@@ -279,6 +285,7 @@ RECOGNISED = [
     case(mask="valid_and_causal", sequence="last"),
     case(mask="banded", softmax="stopped", sequence="last"),
     case(mask="only_own"),
+    case(mask="tril", layers=2, users="one_user"),
     case("bfloat16", mask="tril", softmax="f32"),
     case(mask="none"),
     # Without a maximum, the exponentials of a row without kept keys are 0, and its weights NaN.
@@ -315,6 +322,7 @@ def test_every_mask(mask: str) -> None:
         if (n + m + turn) % 2 == 0
     ]
     cases.append(case(mask=mask, fill="-jnp.inf", put_in="add", sequence="candidate"))
+    cases.append(case(mask=mask, fill="-1e9", users="one_user"))
     found = faults(cases)
     assert not found, describe(found)
 

@@ -177,3 +177,29 @@ def test_a_checkpointed_layer_knows_the_mask_that_it_closes_over(dtype: str) -> 
     check_values_and_gradients(fn, *args)
     costs = report_of(fn, *args).costs
     assert costs.rewritten.flops < 0.6 * costs.original.flops
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        lambda layer, x: jax.checkpoint(layer)(jax.checkpoint(layer)(x)),
+        lambda layer, x: jax.lax.scan(lambda x, _: (layer(x), None), x, None, length=2)[0],
+    ],
+    ids=["checkpoint", "scan"],
+)
+def test_layers_over_the_history_of_one_user(run) -> None:
+    history = jnp.sin(jnp.arange(8.0 * D)).reshape(1, 8, D)
+    mask = jnp.tri(9, dtype=bool)[None]
+
+    def fn(w, history, cand):
+        def layer(x):
+            logits = jnp.where(mask, jnp.einsum("bqd,bkd->bqk", x, x @ w), -1e9)
+            return x + jnp.einsum("bqk,bkd->bqd", jax.nn.softmax(logits), jnp.tanh(x @ w))
+
+        x = jnp.broadcast_to(history, (len(cand), 8, D))
+        return run(layer, jnp.concatenate([x, cand[:, None]], axis=1))[:, -1]
+
+    args = A.w[:D, :D], history, jnp.cos(A.user[A.index])
+    check_values_and_gradients(fn, *args)
+    costs = report_of(fn, *args).costs
+    assert costs.rewritten.flops < 0.4 * costs.original.flops

@@ -75,18 +75,6 @@ def test_dcn_v2_keeps_its_products_and_moves_no_more(user_fields: int, rows: int
     np.testing.assert_allclose(*(run(*args) for run in compiled), rtol=1e-4, atol=1e-4)
 
 
-def test_most_fields_of_the_user_are_worth_a_product_of_their_own() -> None:
-    def first_layer(tables, ids, user_ids, index, weights, biases):
-        x = fields_of(tables, ids, user_ids, index)
-        return jax.nn.relu(x @ weights[0] + biases[0])
-
-    args = dcn_arguments(20, 4096)
-    assert products(ikbo.rewrite(first_layer), *args) == 2
-    ours, theirs = costs(first_layer, *args)
-    assert ours.flops < 0.4 * theirs.flops
-    assert ours.nbytes < theirs.nbytes
-
-
 def test_a_program_that_costs_more_does_not_run(monkeypatch) -> None:
     monkeypatch.setattr(contraction, "_joined", lambda ctx, eqn, whole: whole)
     args = dcn_arguments(0, 480)

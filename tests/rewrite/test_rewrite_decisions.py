@@ -44,6 +44,7 @@ ATTENTION = {
 #: What is left as it is, and the reason that the report gives.
 LEFT = {
     "mask by candidate": ("mix(softmax(jnp.where(C, L(q), -1e9)))", "differs by candidate"),
+    "cap of masked logits": ("mix(softmax(3 * jnp.tanh(jnp.where(M, L(q), -1e9))))", "not recog"),
     "mask by head": (
         "mix(softmax(jnp.where(jnp.arange(S) <= jnp.arange(2)[:, None, None], L(q), -1e9)))",
         "differs by head",
@@ -95,6 +96,11 @@ LEFT = {
     ),
     "logits also returned": ("x = L(q)\nout = mix(softmax(x)), x", ""),
 }
+#: Masks by candidate, with a number from 0 to S: two ends, a product, and what may wrap around.
+for _mask in ("(at < END) | (at > 3)", "at * END < 3", "at + END < 3"):
+    _text = _mask.replace("END", "((q.sum((1, 2, 3)) > 0) * 2 + i[0] % 2)[:, None, None, None]")
+    _reason = "not by intervals of keys"
+    LEFT[f"mask of {_mask}"] = f"mix(softmax(jnp.where({_text}, L(q), -1e9)))", _reason
 LOOKUPS = {
     "bound reached": "jnp.tanh(nn.relu(u[jnp.clip(j, 0, U)] @ w) @ w)",
     "bound kept": "jnp.tanh(nn.relu(u[jnp.clip(j, 0, U - 1)] @ w) @ w)",

@@ -1,6 +1,7 @@
 """Loops whose equation is made at once are those that `lax.scan` and `lax.while_loop` make."""
 
 import re
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -14,57 +15,34 @@ from ikbo_jax.rewrite.calls import loops
 from ikbo_jax.rewrite.values import hoisting
 
 X = jnp.arange(6.0).reshape(2, 3)
-N = jnp.arange(3, dtype=jnp.int32)
+N, ONES = jnp.arange(3, dtype=jnp.int32), np.ones((2, 3), np.float32)
 
 
-def closed_over(x: Any) -> tuple[Any, list[Any], list[Any]]:
-    y, z = jnp.sin(x), np.ones((2, 3), np.float32)
-
-    def body(carry: Any, xs: Any) -> Any:
-        a, b = carry
-        return [a * y + z, b + xs[0]], [a * 2, xs[0] + 1]
-
+def closed_over(x: Any) -> Any:
+    y = jnp.sin(x)
+    body = lambda c, xs: ([c[0] * y + ONES, c[1] + xs[0]], [c[0] * 2, xs[0] + 1])  # noqa: E731
     return body, [x, N[0]], [N]
 
 
-def without_slices(x: Any) -> tuple[Any, list[Any], list[Any]]:
-    return lambda carry, _: ([jnp.cos(carry[0])], []), [x], []
+def with_an_effect(carry: Any, _: Any) -> Any:
+    jax.debug.callback(lambda _: None, carry[0])
+    return [jnp.sin(carry[0])], []
 
 
-def without_carry(x: Any) -> tuple[Any, list[Any], list[Any]]:
-    return lambda _, xs: ([], [xs[0] * x[0]]), [], [jnp.ones((3, 3))]
-
-
-def with_a_weak_type(x: Any) -> tuple[Any, list[Any], list[Any]]:
-    return lambda carry, _: ([carry[0] + x[0, 0]], []), [1.0], []
-
-
-def with_an_unchanged_carry(x: Any) -> tuple[Any, list[Any], list[Any]]:
-    return lambda carry, xs: ([carry[0], carry[1] * carry[0]], [xs[0]]), [x, x + 1], [N]
-
-
-def with_a_constant_result(x: Any) -> tuple[Any, list[Any], list[Any]]:
-    return lambda carry, _: ([carry[0] + x], [2.0]), [x], []
-
-
-def with_an_effect(x: Any) -> tuple[Any, list[Any], list[Any]]:
-    def body(carry: Any, _: Any) -> Any:
-        jax.debug.callback(lambda _: None, carry[0])
-        return [jnp.sin(carry[0])], []
-
-    return body, [x], []
-
-
-SCANS = [
-    closed_over,
-    without_slices,
-    without_carry,
-    with_a_weak_type,
-    with_an_unchanged_carry,
-    with_a_constant_result,
-    with_an_effect,
-]
-AT_ONCE = SCANS[:3]
+#: Of x: the body of a scan, its carries and its slices.
+SCANS: dict[str, Callable[[Any], tuple[Any, list[Any], list[Any]]]] = {
+    "closed over": closed_over,
+    "without slices": lambda x: (lambda c, _: ([jnp.cos(c[0])], []), [x], []),
+    "without carry": lambda x: (lambda _, xs: ([], [xs[0] * x[0]]), [], [jnp.ones((3, 3))]),
+    "a weak type": lambda x: (lambda c, _: ([c[0] + x[0, 0]], []), [1.0], []),
+    "an unchanged carry": lambda x: (
+        lambda c, xs: ([c[0], c[1] * c[0]], [xs[0]]),
+        *([x, x + 1], [N]),
+    ),
+    "a constant result": lambda x: (lambda c, _: ([c[0] + x], [2.0]), [x], []),
+    "an effect": lambda x: (with_an_effect, [x], []),
+}
+AT_ONCE = ("closed over", "without slices", "without carry")
 
 
 def text(program: Any) -> str:
@@ -86,18 +64,20 @@ def at_once(fn: Any) -> Any:
     return lambda x: loops.scan(eqn, *fn(x))
 
 
-@pytest.mark.parametrize("fn", SCANS, ids=lambda fn: fn.__name__)
-def test_the_equation_is_that_of_lax(fn: Any) -> None:
+@pytest.mark.parametrize("name", SCANS)
+def test_the_equation_is_that_of_lax(name: str) -> None:
+    fn = SCANS[name]
     direct, usual = (jax.make_jaxpr(f)(X) for f in (at_once(fn), of_lax(fn)))
     assert text(direct) == text(usual)
     jax.tree.map(np.testing.assert_array_equal, jax.jit(at_once(fn))(X), jax.jit(of_lax(fn))(X))
-    assert fn not in AT_ONCE or calls(at_once(fn), (X,)) < calls(of_lax(fn), (X,)) - 900
+    assert name not in AT_ONCE or calls(at_once(fn), (X,)) < calls(of_lax(fn), (X,)) - 900
 
 
 def test_with_64_bit_types() -> None:
     with jax.enable_x64(True):
         hoisting.scan_params.cache_clear()
-        direct, usual = (jax.make_jaxpr(f)(X) for f in (at_once(closed_over), of_lax(closed_over)))
+        fn = SCANS["closed over"]
+        direct, usual = (jax.make_jaxpr(f)(X) for f in (at_once(fn), of_lax(fn)))
         assert text(direct) == text(usual)
 
 

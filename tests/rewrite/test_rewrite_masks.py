@@ -1,7 +1,7 @@
-"""Masks and soft caps as models write them: recognised, and equal in value and gradient.
+"""Masks and soft caps of a sequence [history, candidates] that attends to itself.
 
-Candidates' queries attend to looked-up keys (`CROSS`), or a sequence [history, candidates] attends
-to itself (`SEQUENCES`). What is no interval of keys is left as written, for the reason in `LEFT`.
+As models write them, they are recognised, and equal in value and gradient. `test_rewrite_weights`
+has masks of candidates' queries that attend to looked-up keys.
 """
 
 import types
@@ -11,76 +11,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from lookalikes import attention
 from rewrite_basics import check_values_and_gradients, report_of
-from rounding_rule import assert_same
 
 import ikbo_jax as ikbo
 from ikbo_jax.rewrite.attention import block_attention
 from ikbo_jax.rewrite.facts import masks
-
-#: Of `lookalikes.attention`'s names. P is a number by candidate, from 0 to S.
-P = "P = (jnp.sum(q, axis=(1, 2, 3)) > 0).astype(int)[:, None, None, None] * 2 + i[0] % 2\n"
-CROSS = {
-    "tri": "x = jnp.where(jnp.tri(2, S, dtype=bool), L(q), -1e30)",
-    "tril of ones": "x = jnp.where(jnp.tril(jnp.ones((2, S))), L(q), -1e9)",
-    "window": "t = jnp.arange(2)[:, None]\nx = jnp.where((at <= t + 2) & (at - t > 0), L(q), -inf)",
-    "at set": "x = jnp.where(jnp.ones((2, S), bool).at[1, 3:].set(False), L(q), -1e30)",
-    "triu bias": "x = L(q) + jnp.triu(jnp.full((2, S), -inf, q.dtype), 1)",
-    "1 - tril bias": "x = L(q) + (1 - jnp.tril(jnp.ones((2, S), q.dtype))) * -1e9",
-    "by candidate": P + "x = jnp.where(at < P, L(q), -1e9)",
-    "by candidate, NaN": P + "x = jnp.where(at < P, L(q), -inf)",
-    "by candidate, added": P + "x = L(q) + jnp.where(at < P, 0, -1e9)",
-    "by candidate, (1 - mask)": P + "x = L(q) + (1 - (P > at).astype(q.dtype)) * -1e9",
-    "window by candidate": P + "x = jnp.where((at >= P - 1) & (P + 2 > at), L(q), -1e30)",
-    "hidden by candidate": P + "x = jnp.where((at < P) | (at > P + 1), -1e30, L(q))",
-    "segments": P + "x = jnp.where(at // 2 == P - 1, L(q), -1e30)",
-    "user and candidate": P + "x = jnp.where((at < N) & (at >= P - 1), L(q), -1e30)",
-    "user's holes and candidate": P + "x = jnp.where(M & (at >= P), L(q), -inf)",
-    "product of masks": P + "x = jnp.where(M.astype(f32) * (at >= P), L(q), -1e30)",
-    "two masks": P + "x = jnp.where(at <= P, jnp.where(M, L(q), -1e30), -1e30)",
-    "cap": "x = 3 * jnp.tanh(L(q) / 3)",
-    "cap of 1": "x = jnp.tanh(L(q))",
-    "negative cap": "x = -3 * jnp.tanh(L(q) / 3)",
-    "cap and mask": "x = jnp.where(M, 3 * jnp.tanh(L(q) / 3), -1e30)",
-    "cap and added mask": P + "x = 3 * jnp.tanh(L(q) / 3) + jnp.where(at < P, 0, -1e9)",
-}
-LEFT = {
-    "holes by candidate": ("jnp.where(C, L(q), -1e9)", "not by intervals of keys"),
-    "two ends": (P + "x = jnp.where((at < P) | (at > 3), L(q), -1e9)", "not by intervals of keys"),
-    "times": (P + "x = jnp.where(q[0, 0, 0, :1] * at < P, L(q), -1e9)", "not by intervals of keys"),
-    "wraps around": (P + "x = jnp.where(at + P < 3, L(q), -1e9)", "not by intervals of keys"),
-    "a cap of masked logits": ("3 * jnp.tanh(jnp.where(M, L(q), -1e9))", "not recognised"),
-}
-
-
-def cross(text, dtype="float32"):
-    text = text if "x = " in text else f"x = {text}"
-    return attention(f"{text}\nout = mix(softmax(x).astype(v.dtype))", dtype)
 
 
 def explained(fn, *args):
     explanation = ikbo.explain(ikbo.rewrite(fn), *args)
     (report,) = explanation.notes
     return [plan.op for plan in explanation.plans], [x.reason for x in report.materialised]
-
-
-@pytest.mark.parametrize("name", CROSS)
-def test_masks_of_candidates_queries(name: str) -> None:
-    case = cross(CROSS[name])
-    ops, reasons = explained(case.fn, *case.args)
-    assert "attention" in ops
-    assert not any("not recognised" in reason for reason in reasons), reasons
-    assert_same([case])
-
-
-@pytest.mark.parametrize("name", LEFT)
-def test_left_as_written_for_a_reason(name: str) -> None:
-    text, reason = LEFT[name]
-    case = cross(text)
-    ops, reasons = explained(case.fn, *case.args)
-    assert "attention" not in ops
-    assert any(reason in found for found in reasons), reasons
 
 
 B, U, S, C, N, H = 8, 2, 5, 3, 2, 4

@@ -10,8 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import linen, nnx
-from lookalikes import INDEX, KEPT, KEY, LENGTHS, QUERY, VALUE, B, H, N, S, T, U, attention
+from lookalikes import INDEX, KEPT, KEY, LENGTHS, QUERY, VALUE, B, H, N, S, T, attention
 from rounding_rule import Case, assert_same
 
 import ikbo_jax as ikbo
@@ -197,39 +196,5 @@ def test_attention_of_jax_and_under_vmap(dtype: str) -> None:
         Case("lengths of 0", with_lengths, (*_args(dtype), index, jnp.asarray(LENGTHS))),
     ]
     for case in cases[:-2]:
-        became(case, "attention")
-    assert_same(cases)
-
-
-@pytest.mark.parametrize("dtype", EACH_DTYPE)
-def test_modules_of_flax_with_masks(dtype: str) -> None:
-    features = N * H
-    layer = nnx.MultiHeadAttention(
-        num_heads=N,
-        in_features=features,
-        qkv_features=features,
-        decode=False,
-        dtype=jnp.dtype(dtype),
-        rngs=nnx.Rngs(0),
-    )
-    other = linen.MultiHeadDotProductAttention(num_heads=N, dtype=jnp.dtype(dtype))
-    params = jax.jit(other.init)(
-        jax.random.key(0), np.ones((1, T, features), dtype), np.ones((1, S, features), dtype)
-    )
-
-    def of_nnx(q, k, i, kept):
-        mask = kept[i][:, None, None, :]
-        return layer(q.reshape(B, T, features), k.reshape(U, S, features)[i], mask=mask)
-
-    def of_linen(q, k, i, kept):
-        mask = kept[i][:, None, None, :]
-        rows = k.reshape(U, S, features)[i]
-        return other.apply(params, q.reshape(B, T, features), rows, mask=mask)
-
-    q, k, _ = _args(dtype)
-    kept = jnp.asarray(KEPT).at[0, 2].set(True)
-    args = (q, k, jnp.asarray(INDEX), kept)
-    cases = [Case("nnx", of_nnx, args), Case("linen", of_linen, args)]
-    for case in cases:
         became(case, "attention")
     assert_same(cases)

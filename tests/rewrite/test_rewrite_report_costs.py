@@ -19,7 +19,7 @@ import ikbo_jax as ikbo
 from ikbo_jax.ops import dispatch, explain
 from ikbo_jax.rewrite import RewriteReport
 from ikbo_jax.rewrite.report import cost, report
-from ikbo_jax.rewrite.report.saved import BothCosts
+from ikbo_jax.rewrite.report.report import BothCosts
 from ikbo_jax.rewrite.values import jaxprs
 
 FILES = tuple(f"{x.__name__}.py:" for x in (layout_models, layout_positions, layout_sequences))

@@ -79,6 +79,14 @@ def _gru(x: Any) -> Any:
     return lax.scan(step, jnp.zeros((*x.shape[:-2], H)), jnp.moveaxis(x, -2, 0))[0]
 
 
+def _sequence(history: Any, cand: Any) -> Any:
+    x = jnp.concatenate([history, cand[..., None, :]], axis=-2)
+    logits = jnp.einsum("...qd,...kd->...qk", x, x)
+    mask = jnp.broadcast_to(jnp.tri(S + 1, dtype=bool), logits.shape)
+    weights = jax.nn.softmax(jnp.where(mask, logits, -1e9))
+    return jnp.einsum("...qk,...kd->...qd", weights, x)[..., -1, :]
+
+
 def _attention(x: Any, c: Any) -> Any:
     logits = jnp.einsum("...d,...sd->...s", c, x @ W @ W2)
     return jnp.einsum("...s,...sd->...d", jax.nn.softmax(logits), x @ W)
@@ -110,6 +118,7 @@ OPS: dict[str, Callable[..., Any]] = {
     "along": lambda x, c: jnp.take_along_axis(x, jnp.argsort(x, axis=-2), axis=-2) @ W,
     "recurrence": lambda x, c: _gru(x),
     "attention": lambda x, c: _attention(x, c),
+    "sequence": lambda x, c: _sequence(x, c),
     "product": lambda x, c: jnp.einsum("...sd,...d->...s", jnp.tanh(x @ W) @ W2, c),
     "first_items": lambda x, c: (
         jnp.concatenate([x[..., 0, :] @ W, c @ W], -1) @ jnp.ones((2 * H, 3))

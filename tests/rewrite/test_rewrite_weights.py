@@ -35,6 +35,8 @@ shifted = lambda x: jnp.exp(x - x.max(-1, keepdims=True))
 finite_or_0 = lambda x: jnp.where(jnp.isfinite(x), x, 0)
 guarded = lambda x: jnp.exp(x - finite_or_0(x.max(-1, keepdims=True)))
 lse = lambda x: nn.logsumexp(x, axis=-1, keepdims=True)
+end = (q.reshape(B, -1).sum(1) > 0).astype(int).reshape(N.shape) * 2 + i[0] % 2
+row = jnp.arange(2)[:, None]
 per_head = jnp.array([0.5, 2.0])[:, None, None]
 by_head = (jnp.arange(2 * U * S) % 3 > 0).reshape(U, 2, 1, S)[i]
 """
@@ -155,6 +157,29 @@ OF_HEADS = {
     "over(jnp.exp(x) * M, 0.3)": True,
     "over(jnp.where(jnp.broadcast_to(M, x.shape), jnp.exp(x), 0), 0)": True,
     "jnp.where(by_head, softmax(infinite), 0)": False,
+    # Masks by query and by candidate, that keep intervals of keys; and caps.
+    "softmax(jnp.where(jnp.tri(2, S, dtype=bool), x, -1e30))": True,
+    "softmax(jnp.where(jnp.tril(jnp.ones((2, S))), x, -1e9))": True,
+    "softmax(jnp.where((at <= row + 2) & (at > row), x, -inf))": True,
+    "softmax(jnp.where(jnp.ones((2, S), bool).at[1, 3:].set(False), x, -1e30))": True,
+    "softmax(x + jnp.triu(jnp.full((2, S), -inf, q.dtype), 1))": True,
+    "softmax(x + (1 - jnp.tril(jnp.ones((2, S), q.dtype))) * -1e9)": True,
+    "softmax(jnp.where(at < end, x, -1e9))": True,
+    "softmax(jnp.where(at < end, x, -inf))": True,
+    "softmax(x + jnp.where(at < end, 0, -1e9))": True,
+    "softmax(x + (1 - (end > at).astype(q.dtype)) * -1e9)": True,
+    "softmax(jnp.where((at >= end - 1) & (end + 2 > at), x, -1e30))": True,
+    "softmax(jnp.where((at < end) | (at > end + 1), -1e30, x))": True,
+    "softmax(jnp.where(at // 2 == end - 1, x, -1e30))": True,
+    "softmax(jnp.where((at < N) & (at >= end - 1), x, -1e30))": True,
+    "softmax(jnp.where(M & (at >= end), x, -inf))": True,
+    "softmax(jnp.where(M.astype(f32) * (at >= end), x, -1e30))": True,
+    "softmax(jnp.where(at <= end, jnp.where(M, x, -1e30), -1e30))": True,
+    "softmax(3 * jnp.tanh(x / 3))": True,
+    "softmax(jnp.tanh(x))": True,
+    "softmax(-3 * jnp.tanh(x / 3))": True,
+    "softmax(jnp.where(M, 3 * jnp.tanh(x / 3), -1e30))": True,
+    "softmax(3 * jnp.tanh(x / 3) + jnp.where(at < end, 0, -1e9))": True,
     "softmax(x + alibi)": True,
     "softmax(x + alibi[:1, 1:])": True,
     "softmax(x + (ages[:, None] * per_head[:, :, 0])[i][:, :, None])": True,

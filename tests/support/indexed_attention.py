@@ -10,6 +10,29 @@ import problems
 from ikbo_jax.problems import AttentionProblem
 
 
+def in_pages(
+    inputs: problems.AttentionInputs, page: int
+) -> tuple[problems.AttentionInputs, dict[str, jax.Array]]:
+    """Puts keys and values into pages in any order, among pages of NaN; and their table.
+
+    The keys are a multiple of a page. A user's last page may be out of range: it is the last or
+    the first of all.
+    """
+    users, most = inputs.key.shape[0], inputs.key.shape[1] // page
+    order = np.random.default_rng(2).permutation(2 * users * most)
+    table = order[: users * most].astype(np.int32)
+
+    def paged(rows: jax.Array) -> jax.Array:
+        of_users = np.asarray(rows).reshape(table.size, page, *rows.shape[2:])
+        pages = np.full((order.size, *of_users.shape[1:]), np.nan, rows.dtype)
+        pages[table] = of_users
+        return jax.device_put(pages)
+
+    inputs = inputs._replace(key=paged(inputs.key), value=paged(inputs.value))
+    clamped = np.where(table == order.size - 1, 2**31 - 1, np.where(table == 0, -3, table))
+    return inputs, {"page_table": jax.device_put(clamped.reshape(users, most))}
+
+
 @dataclasses.dataclass(frozen=True)
 class IndexedAttention:
     """Sizes, the user of each candidate, and lengths of the users' keys.
@@ -65,27 +88,7 @@ class IndexedAttention:
     def in_pages(
         self, inputs: problems.AttentionInputs
     ) -> tuple[problems.AttentionInputs, dict[str, jax.Array]]:
-        """Puts keys and values into pages in any order, among pages of NaN; and their table.
-
-        The keys are a multiple of a page. A user's last page may be out of range: it is the last
-        or the first of all.
-        """
-        if not self.page:
-            return inputs, {}
-        most = self.keys // self.page
-        order = np.random.default_rng(2).permutation(2 * self.users * most)
-        table = order[: self.users * most].astype(np.int32)
-
-        def paged(rows: jax.Array) -> jax.Array:
-            of_users = np.asarray(rows).reshape(table.size, self.page, *rows.shape[2:])
-            pages = np.full((order.size, *of_users.shape[1:]), np.nan, rows.dtype)
-            pages[table] = of_users
-            return jax.device_put(pages)
-
-        key, value = paged(inputs.key), paged(inputs.value)
-        clamped = np.where(table == order.size - 1, 2**31 - 1, np.where(table == 0, -3, table))
-        inputs = inputs._replace(key=key, value=value)
-        return inputs, {"page_table": jax.device_put(clamped.reshape(self.users, most))}
+        return in_pages(inputs, self.page) if self.page else (inputs, {})
 
     def inputs(self, seed: int = 0) -> problems.AttentionInputs:
         sizes = (self.users, len(self.index), self.q_len, self.keys, *self.heads, self.head_dim)

@@ -126,76 +126,25 @@ def _abort_all_waiters(self: Any) -> None:
         barrier.abort()
 
 
-#: Most dimensions of a buffer.
-_DIMS = 8
-
-
-@functools.lru_cache(maxsize=1 << 14)
-def _bounds(where: tuple[slice | int, ...]) -> tuple[tuple[int, int], ...]:
-    """The first index in every dimension, and one past the last one.
-
-    A dimension without bounds overlaps everything.
-    """
-    bounds = []
-    for x in where:
-        if not isinstance(x, slice):
-            bounds.append((x, x + 1))
-        elif x == slice(None):
-            bounds.append((np.iinfo(np.int64).min, np.iinfo(np.int64).max))
-        else:
-            bounds.append((x.start, max(x.start + 1, x.stop)))
-    return tuple(bounds)
+#: Of two ranges of a buffer; the ranges of a kernel's loops come again and again.
+_overlap = functools.lru_cache(maxsize=1 << 16)(race_detection_state._ranges_overlap)
 
 
 class _Accesses(list[Any]):
-    """Accesses of a buffer, in order, as the detector keeps them; also as arrays.
+    """Accesses of a buffer, as the detector keeps them, and the maximum of their clocks."""
 
-    Attributes:
-      clocks: the vector clock of every access: [threads, accesses].
-      bounds: `_bounds` of every access: [_DIMS, 2, accesses]. A missing dimension has none.
-      latest: the elementwise maximum of the clocks: [threads].
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.clocks: np.ndarray = np.zeros((0, 0), np.int32)
-        self.bounds: np.ndarray = np.zeros((_DIMS, 2, 0), np.int64)
-        self.latest: np.ndarray = np.zeros(0, np.int32)
+    latest: Any = 0
 
     def append(self, access: Any) -> None:
-        _, clock, where, _ = access
-        count = len(self)
-        if count == self.clocks.shape[1]:
-            most = max(16, 2 * count)
-            clocks = np.zeros((len(clock.clock), most), clock.clock.dtype)
-            bounds = np.empty((_DIMS, 2, most), np.int64)
-            bounds[:, 0], bounds[:, 1] = np.iinfo(np.int64).min, np.iinfo(np.int64).max
-            if not self:
-                self.latest = np.zeros_like(clock.clock)
-            else:
-                clocks[:, :count], bounds[..., :count] = self.clocks, self.bounds
-            self.clocks, self.bounds = clocks, bounds
-        self.clocks[:, count] = clock.clock
-        np.maximum(self.latest, clock.clock, out=self.latest)
-        for n, first_and_end in enumerate(_bounds(where)):
-            self.bounds[n, :, count] = first_and_end
+        self.latest = np.maximum(self.latest, access[1].clock)
         super().append(access)
 
-    def may_race_with(self, clock: np.ndarray, where: Any) -> bool:
-        """Whether an access that is neither before `clock` nor after it may overlap `where`."""
-        count = len(self)
+    def may_race_with(self, clock: Any, where: Any) -> bool:
+        """Whether one that is neither before `clock` nor after it overlaps `where`."""
         # All of them are before `clock`; a clock that equals it is not.
-        if not count or ((self.latest <= clock).all() and (self.latest != clock).any()):
+        if (self.latest <= clock.clock).all() and (self.latest != clock.clock).any():
             return False
-        # Dimension by dimension: NumPy is slow where it reduces short rows.
-        overlap = np.ones(count, bool)
-        for (first, end), (firsts, ends) in zip(_bounds(where), self.bounds, strict=False):
-            overlap &= (firsts[:count] < end) & (ends[:count] > first)
-        overlapping = np.flatnonzero(overlap)
-        if not overlapping.size:
-            return False
-        difference = self.clocks[:, overlapping] - clock[:, None]
-        return bool(((difference.min(axis=0) < 0) == (difference.max(axis=0) > 0)).any())
+        return any(_overlap(where, at) and not one.ordered(clock) for _, one, at, _ in self)
 
 
 def _compared_at_once(check: Callable[..., None], conflicts: tuple[str, ...], kept_in: str) -> Any:
@@ -211,9 +160,7 @@ def _compared_at_once(check: Callable[..., None], conflicts: tuple[str, ...], ke
         self: Any, thread: Any, clock: Any, key: Any, where: Any, source_info: Any = None
     ) -> None:
         with self.lock:
-            if not any(
-                getattr(self, name)[key].may_race_with(clock.clock, where) for name in conflicts
-            ):
+            if not any(getattr(self, name)[key].may_race_with(clock, where) for name in conflicts):
                 frame = source_info_util.summarize(source_info) if source_info else "pallas_call"
                 getattr(self, kept_in)[key].append((thread, clock, where, frame))
                 return

@@ -45,13 +45,6 @@ def ids_flattened(user_ids, cand_ids, index, table, w_fields):
     return jax.nn.relu(rows.reshape(B, F * D) @ w_fields)
 
 
-@layout("user_ids cand_ids index table w_fields", 0.61)
-def ids_of_users_flattened(user_ids, cand_ids, index, table, w_fields):
-    users = table[user_ids[index].reshape(-1)].reshape(B, -1)
-    cands = table[cand_ids.reshape(-1)].reshape(B, -1)
-    return jax.nn.relu(jnp.concatenate([users, cands], axis=1) @ w_fields)
-
-
 # Compression of the embeddings of users and candidates.
 
 
@@ -185,11 +178,6 @@ def filled(user, cand, index, w_first):
     return _first(jnp.take(user, index, axis=0, mode="fill", fill_value=0), cand, w_first)
 
 
-@layout("user cand index w_first", 0.44)
-def filled_with_nan(user, cand, index, w_first):
-    return _first(jnp.take(user, index, axis=0), cand, w_first)
-
-
 def _first_of(copied):
     return lambda one, cand, w_first: _first(copied(one), cand, w_first)
 
@@ -209,14 +197,6 @@ for _name, (_one, _copied) in _COPIES.items():
 def mapped_over_candidates(lone, cand, w_first, w_top):
     def score(cand):
         return jnp.tanh(cand @ w_first[D:]) @ w_top + jnp.tanh(lone @ w_first[:D]) @ w_top
-
-    return lax.map(score, cand)
-
-
-@layout("lone cand w_first w_out", 0.44)
-def concatenated_in_a_map(lone, cand, w_first, w_out):
-    def score(cand):
-        return jax.nn.relu(jnp.concatenate([lone, cand]) @ w_first) @ w_out
 
     return lax.map(score, cand)
 
@@ -241,13 +221,6 @@ def grid_by_nested_vmap(people, items, w_first, w_out):
     return jax.vmap(lambda u: jax.vmap(lambda i: score(u, i))(items))(people)
 
 
-@layout("people items w_first w_out", 0.89)
-def grid_by_repeat_and_tile(people, items, w_first, w_out):
-    m, n = people.shape[0], items.shape[0]
-    x = [jnp.repeat(people, n, axis=0), jnp.tile(items, (m, 1))]
-    return (jax.nn.relu(jnp.concatenate(x, axis=-1) @ w_first) @ w_out).reshape(m, n)
-
-
 # Rules that were missing.
 
 
@@ -256,20 +229,8 @@ def searchsorted(user, bounds, buckets, index, w_tower):
     return buckets[jnp.searchsorted(bounds, user[index][:, 0])] @ w_tower
 
 
-@layout("user bounds buckets index w_tower", 0.89)
-def digitized(user, bounds, buckets, index, w_tower):
-    return buckets[jnp.digitize(user[index][:, 0], bounds, right=True)] @ w_tower
-
-
 @layout("history index kernel", 0.93)
 def convolution_over_the_history(history, index, kernel):
     return lax.conv_general_dilated(
         history[index], kernel, (1,), "SAME", dimension_numbers=("NHC", "HIO", "NHC")
     )
-
-
-@layout("user index w_tower", 0.93)
-def sharding_constraint(user, index, w_tower):
-    mesh = jax.make_mesh((1,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
-    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
-    return lax.with_sharding_constraint(user[index], sharding) @ w_tower

@@ -97,17 +97,6 @@ def best_items(history, bias, index, w_tower):
     return jnp.take_along_axis(history[index], best, axis=1) @ w_tower
 
 
-@layout("history bias index w_tower", 0.93)
-def sorted_items(history, bias, index, w_tower):
-    order = jnp.argsort(bias[index], axis=1)
-    return history[index][jnp.arange(B)[:, None], order] @ w_tower
-
-
-@layout("user bounds buckets index w_digits", 0.93)
-def digitized_features(user, bounds, buckets, index, w_digits):
-    return buckets[jnp.digitize(user[index], bounds)].reshape(B, -1) @ w_digits
-
-
 @layout("user bounds index w_tower", 0.93)
 def interpolated_features(user, bounds, index, w_tower):
     return jnp.interp(user[index], bounds, jnp.cos(bounds)) @ w_tower
@@ -142,12 +131,6 @@ def fields_chosen_by_constants(user_fields, cand_fields, index, w_fields):
     return fields[:, jnp.array([5, 0, 3, 8, 7, 6])].reshape(B, -1) @ w_fields[: 6 * D]
 
 
-@layout("user_fields cand_fields index w_fields", 0.61)
-def fields_reversed(user_fields, cand_fields, index, w_fields):
-    fields = jnp.concatenate([user_fields[index], cand_fields], axis=1)
-    return jnp.flip(fields, axis=1).reshape(B, -1) @ w_fields
-
-
 @layout("user_fields cand_fields index w_wide", 0.7)
 def fields_padded(user_fields, cand_fields, index, w_wide):
     fields = jnp.concatenate([user_fields[index], cand_fields], axis=1)
@@ -164,21 +147,7 @@ def largest_in_windows(history, index, w_tower):
     return x @ w_tower
 
 
-@layout("history index w_tower", 0.93)
-def filtered_history(history, index, w_tower):
-    return jnp.fft.irfft(jnp.fft.rfft(history[index], axis=1) * 2, n=S, axis=1) @ w_tower
-
-
 # Loops over candidates, of which every iteration looks up its user.
-
-
-@layout("user cand index w_tower w_top", 0.66)
-def mapped_over_candidates_and_indices(user, cand, index, w_tower, w_top):
-    def score(one):
-        cand, n = one
-        return jnp.tanh(user[n] @ w_tower) @ w_top + cand @ w_tower
-
-    return lax.map(score, (cand, index))
 
 
 @layout("user cand index w_tower w_top", 0.66)

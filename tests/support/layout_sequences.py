@@ -80,11 +80,6 @@ def transformer(
     return fn
 
 
-def _causal(q, k, v, mask):
-    del mask
-    return jax.nn.dot_product_attention(q, k, v, is_causal=True)
-
-
 def _hstu(q, k, v, mask):
     weights = jax.nn.silu(jnp.einsum("btnh,bsnh->bnts", q, k)) / (S + 1) * mask.astype(q.dtype)
     return jnp.einsum("bnts,bsnh->btnh", weights, v)
@@ -93,7 +88,6 @@ def _hstu(q, k, v, mask):
 _COPIES = ((B, S, HEADS, D), (B, S, D * HEADS), (B, HEADS, S, D), (B, S + 1, HEADS, D))
 for _name, _model in {
     "causal_transformer": transformer(),
-    "causal_transformer_of_jax_nn": transformer(_causal),
     "causal_transformer_of_jitted_layers": transformer(wrapper=jax.jit),
     "hstu": transformer(_hstu),
 }.items():

@@ -115,7 +115,6 @@ def arrays() -> dict[str, Any]:
         "kernel": weight(3, D, HIDDEN),
         "lengths": jnp.asarray([3, S, 1, 5], jnp.int32),
         "w_state": weight(2 * D, 3 * D),
-        "w_digits": weight(D * D, HIDDEN),
         "w_bag": weight(VOCABULARY, HIDDEN),
         "blocks2": blocks[:2],
         "stacked": jax.tree.map(lambda *x: jnp.stack(x), *blocks[:2]),

@@ -48,13 +48,11 @@ CHANGES = (
     "lax.stop_gradient(jnp.minimum(x, 0)) + jnp.maximum(x, 0)",
 )
 ACTIVATIONS = (
-    *(
-        "nn.relu(x)",
-        "nn.gelu(x)",
-        "nn.gelu(x, approximate=False)",
-        "nn.silu(x)",
-        "nn.hard_swish(x)",
-    ),
+    "nn.relu(x)",
+    "nn.gelu(x)",
+    "nn.gelu(x, approximate=False)",
+    "nn.silu(x)",
+    "nn.hard_swish(x)",
     *("nn.leaky_relu(x)", "nn.relu(x) ** 2", "jnp.square(nn.relu(x))", "jnp.maximum(x, 0)"),
     *("nn.relu(x)", "nn.gelu(x)", "nn.silu(x)", "nn.leaky_relu(x)", "nn.relu(x) ** 2"),
     *("nn.leaky_relu(x, 0.03)", "nn.leaky_relu(x, 0.011)", "jnp.maximum(x, 0.1 * x)"),
@@ -68,11 +66,9 @@ ACTIVATIONS = (
     *("straight_through(nn.relu)(x)", "with_slope(nn.relu, 2.0)(x)", "with_slope(nn.gelu, 1.0)(x)"),
     *("with_gradient(nn.silu, 0.5)(x)", "with_gradient(nn.relu, 1.0)(x)", "jnp.square(x)"),
     *("nn.relu(x) + 0.2", "nn.relu(x - 0.3)", "jnp.where(x > -2, nn.silu(x), 0)"),
-    *(
-        "jnp.where(x < -40, -1, nn.relu(x))",
-        "nn.relu(x) - nn.relu(-x) * 0.01",
-        "nn.silu(2 * x) / 2",
-    ),
+    "jnp.where(x < -40, -1, nn.relu(x))",
+    "nn.relu(x) - nn.relu(-x) * 0.01",
+    "nn.silu(2 * x) / 2",
     *("jnp.where(jnp.isnan(x), 0, nn.relu(x))", "nn.relu(x) / jnp.maximum(x, 30)", "x ** 3 / 9"),
 )
 SOFTMAXES = (

@@ -1,4 +1,4 @@
-"""Times of attention, its gradient, GDPA and segment sums on a GPU, in us; see the `.jsonl` files.
+"""Times of the ops' kernels on a GPU, in us; see the `.jsonl` files.
 
 - `attention_times.jsonl`, H100; the last size of "kernel" on an H200. None: not timed. "cut": the
   kernel for few queries, and the other one with tiles that span users, that `balance` cuts, and of
@@ -13,6 +13,11 @@
 - `gdpa_times.jsonl`, sums of kernels by CUPTI, medians of 12, the least of two rounds and of four
   H200s; 2026-11-26, jax 0.11.2. Both fastest configurations of every kind that was timed; "short":
   the kernel for short sequences.
+- `compression_times.jsonl`, linear compression at 14 sizes: one H100 SXM, sums of kernels by CUPTI,
+  commit beaeb97. `drawn_compression_times.jsonl` has times on the same card by the profiler, commit
+  70873ea, of 81 sizes of `benchmarks.production_draws`. `large_compression_times.jsonl`, sizes of
+  more compressed rows, commit 4ae70eb: of the first configuration of packed tiles, row tiles and
+  resident weights, by the models.
 - `segment_sum_times.jsonl`, H100, sums of kernels by CUPTI, medians of 10, the mean of two turns;
   2026-11-28, jax 0.11.2; problems that are timed hot as well: H200, 2026-11-29, medians of three
   turns. None is XLA's scatter in f32. In hot problems, a user has half of all candidates; no choice
@@ -22,9 +27,20 @@
 import json
 import math
 import pathlib
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
-from ikbo_jax.problems import FewQueriesConfig, GdpaConfig, GdpaProblem, ShortGdpaConfig
+from ikbo_jax.problems import (
+    Config,
+    FewQueriesConfig,
+    GdpaConfig,
+    GdpaProblem,
+    LinearCompressionConfig,
+    LinearCompressionProblem,
+    PackedCompressionConfig,
+    ResidentCompressionConfig,
+    ShortGdpaConfig,
+)
 from ikbo_jax.problems.look_up import SegmentSumConfig, SegmentSumProblem
 
 KINDS: dict[str, Any] = {"short": ShortGdpaConfig, "long": GdpaConfig}
@@ -75,6 +91,53 @@ def _of_sums(us: list[Any], **found: Any) -> SegmentSums:
     return SegmentSumProblem(**found["problem"]), times
 
 
+class Compression(NamedTuple):
+    """A size of linear compression and its times.
+
+    Attributes:
+      problem: the size.
+      xla: of `implementation="xla"`.
+      row: of the first configuration of row tiles.
+      packed: of packed tiles by (block_n, block_m, num_stages, cluster).
+      resident: of resident weights by the fields of `ResidentCompressionConfig`.
+    """
+
+    problem: LinearCompressionProblem
+    xla: float
+    row: float
+    packed: dict[tuple, float]
+    resident: dict[tuple, float]
+
+
+def _compression(sizes: dict[str, Any]) -> LinearCompressionProblem:
+    batches, ks = tuple(sizes.pop("batches")), tuple(sizes.pop("ks"))
+    return LinearCompressionProblem(batches, ks, **sizes)
+
+
+def _timed(xla: float, row: float, **found: Any) -> Compression:
+    packed, resident = (
+        {tuple(fields): us for *fields, us in found[kind]} for kind in ("packed", "resident")
+    )
+    return Compression(_compression(found["problem"]), xla, row, packed, resident)
+
+
+def drawn_compressions() -> Iterator[tuple[LinearCompressionProblem, dict[Config, float]]]:
+    """Problems, and the us of each configuration that took less than 1.5 of the fastest."""
+    kinds: dict[str, type[Config]] = {
+        "packed": PackedCompressionConfig,
+        "rows": LinearCompressionConfig,
+        "resident": ResidentCompressionConfig,
+    }
+    for found in _lines("drawn_compression"):
+        times = {kinds[kind](*fields): us for kind in kinds for *fields, us in found[kind]}
+        yield _compression(found["problem"]), times
+
+
+#: By name. Of "Bs" the candidates are sorted by user, of "B" they are not.
+COMPRESSIONS = {found.pop("name"): _timed(**found) for found in _lines("compression")}
+LARGE_COMPRESSIONS = {
+    _compression(found): us for found in _lines("large_compression") if (us := found.pop("us"))
+}
 #: Problems and the times of their configurations, by name.
 GDPA = {found.pop("name"): _of_gdpa(**found) for found in _lines("gdpa")}
 SUMS, HOT_SUMS = (

@@ -52,79 +52,39 @@ def _whole_div(x: Any, y: Any) -> Any:
     return np.where((x < 0) == (y < 0), quotient, -quotient)
 
 
-#: Runs an equation: takes the interpreter, the token and the values of variables; a new token.
-_Step = Callable[[Any, Any, dict[Any, Any]], Any]
-
-
-def _step(eqn: Any) -> _Step:
-    """How an equation runs, decided once for all of its runs."""
-    name = eqn.primitive.name
-    called = next((eqn.params[key] for key in _CALLED if key in eqn.params), None)
-    if name in _PRIMITIVES:
-        compute = _PRIMITIVES[name]
-    elif name in _CALLS and called is not None:
-        compute = None
-    else:
-        return _interpreted(eqn)
-    operands_of = [
-        (v, np.asarray(v.val, v.aval.dtype) if is_literal else None)
-        for v, is_literal in ((v, isinstance(v, core.Literal)) for v in eqn.invars)
-    ]
-    results_of = [(v, v.aval.dtype, v.aval.shape) for v in eqn.outvars]
-    is_one = not eqn.primitive.multiple_results
-
-    def run(self: Any, token: Any, values: dict[Any, Any]) -> Any:
-        operands = [values[v] if constant is None else constant for v, constant in operands_of]
-        if compute is None:
-            consts, jaxpr = getattr(called, "consts", ()), getattr(called, "jaxpr", called)
-            token, found = self.interpret(jaxpr, token, *consts, *operands)
-        else:
-            found = compute(eqn, *operands)
-        for (v, dtype, shape), x in zip(results_of, [found] if is_one else found, strict=True):
-            if x.dtype != dtype:
-                x = x.astype(dtype)
-            values[v] = x if x.shape == shape else x.reshape(shape)
-        return token
-
-    return run
-
-
 def _arrays(variables: Sequence[Any], values: Sequence[Any]) -> Iterator[tuple[Any, Any]]:
     """Variables with their values, none of which is a literal's or an array of a device."""
     for v, x in zip(variables, values, strict=True):
         yield v, x if isinstance(x, np.ndarray | np.generic) else np.asarray(x, v.aval.dtype)
 
 
-def _interpreted(eqn: Any) -> _Step:
-    """An equation that the interpreter runs: it has access to memory or to other equations."""
-    variables = list({v for v in eqn.invars if not isinstance(v, core.Literal)})
-    alone = types.SimpleNamespace(
-        constvars=[], invars=variables, eqns=[eqn], outvars=list(eqn.outvars)
-    )
+def _interpreted(self: Any, jaxpr: Any, token: Any, *args: Any) -> tuple[Any, list[Any]]:
+    """`JaxprInterpreter.interpret`, to which equations with access to memory are left."""
+    values = dict(_arrays([*jaxpr.constvars, *jaxpr.invars], args))
 
-    def run(self: Any, token: Any, values: dict[Any, Any]) -> Any:
-        token, found = _interpret(self, alone, token, *(values[v] for v in variables))
-        # JAX computes what has no access to memory and is not among `_PRIMITIVES`.
-        values.update(_arrays(eqn.outvars, found))
-        return token
+    def read(v: Any) -> Any:
+        aval: Any = v.aval
+        return np.asarray(v.val, aval.dtype) if isinstance(v, core.Literal) else values[v]
 
-    return run
-
-
-class _Steps:
-    """`JaxprInterpreter.interpret`, which decides once for each program how its equations run."""
-
-    def __init__(self) -> None:
-        #: By identity of a program, which is kept alive beside its steps.
-        self.known: dict[int, tuple[Any, list[_Step]]] = {}
-
-    def interpret(self, interpreter: Any, jaxpr: Any, token: Any, *args: Any) -> tuple[Any, list]:
-        if id(jaxpr) not in self.known:
-            self.known[id(jaxpr)] = jaxpr, [_step(eqn) for eqn in jaxpr.eqns]
-        values = dict(_arrays([*jaxpr.constvars, *jaxpr.invars], args))
-        for step in self.known[id(jaxpr)][1]:
-            token = step(interpreter, token, values)
-        return token, [v.val if isinstance(v, core.Literal) else values[v] for v in jaxpr.outvars]
+    for eqn in jaxpr.eqns:
+        name, outputs = eqn.primitive.name, eqn.outvars
+        called = next((eqn.params[key] for key in _CALLED if key in eqn.params), None)
+        if name in _PRIMITIVES:
+            found = _PRIMITIVES[name](eqn, *map(read, eqn.invars))
+            found = found if eqn.primitive.multiple_results else [found]
+        elif name in _CALLS and called is not None:
+            consts, program = getattr(called, "consts", ()), getattr(called, "jaxpr", called)
+            token, found = self.interpret(program, token, *consts, *map(read, eqn.invars))
+        else:
+            inputs = list({v for v in eqn.invars if not isinstance(v, core.Literal)})
+            alone = types.SimpleNamespace(constvars=[], invars=inputs, eqns=[eqn], outvars=outputs)
+            token, found = _interpret(self, alone, token, *map(read, inputs))
+            # JAX computes what has no access to memory and is not among `_PRIMITIVES`.
+            values.update(_arrays(outputs, found))
+            continue
+        for v, x in zip(outputs, found, strict=True):
+            values[v] = x.astype(v.aval.dtype, copy=False).reshape(v.aval.shape)
+    return token, list(map(read, jaxpr.outvars))
 
 
 class _NumPy:
@@ -231,7 +191,6 @@ def _launch(*args: Any, **params: Any) -> Any:
 @contextlib.contextmanager
 def in_numpy() -> Iterator[None]:
     """Launches that run within, in programs that were lowered within, run in NumPy."""
-    steps = _Steps()
     at_once = types.SimpleNamespace(io_callback=_call)
     quiet = types.SimpleNamespace(user_context=lambda *_, **__: contextlib.nullcontext())
     with contextlib.ExitStack() as patches:
@@ -253,7 +212,7 @@ def in_numpy() -> Iterator[None]:
             (utils, {"jnp": _NumPy()}),
             (shared_memory, {"_to_int": int}),
             (thread_map, {"thread_map": _run_threads}),
-            (jaxpr_interpret.JaxprInterpreter, {"interpret": lambda *args: steps.interpret(*args)}),
+            (jaxpr_interpret.JaxprInterpreter, {"interpret": _interpreted}),
         ):
             patches.enter_context(mock.patch.multiple(module, **names))
         yield

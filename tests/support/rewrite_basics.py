@@ -16,7 +16,7 @@ import ikbo_jax as ikbo
 from ikbo_jax.rewrite import Lazy, NotCovered, RewriteReport, register_rule
 from ikbo_jax.rewrite.report.cost import program_cost
 from ikbo_jax.rewrite.report.products import RARE
-from ikbo_jax.rewrite.report.saved import BothCosts
+from ikbo_jax.rewrite.report.report import BothCosts
 from ikbo_jax.rewrite.values import jaxprs, registry
 
 B, U, D, C, H = 24, 4, 6, 5, 8

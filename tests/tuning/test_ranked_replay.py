@@ -10,7 +10,6 @@ import functools
 import math
 from collections.abc import Iterator, Mapping
 
-import compression_times
 import measured_times
 import pytest
 
@@ -51,12 +50,12 @@ def chosen(problem: Problem) -> Config | None:
 
 
 def drawn_compressions() -> Iterator[Replayed]:
-    for problem, times in compression_times.drawn():
+    for problem, times in measured_times.drawn_compressions():
         yield times.get(chosen(problem)), [*times.values()]
 
 
 def compressions() -> Iterator[Replayed]:
-    for problem, xla, row, packed, resident in compression_times.SIZES.values():
+    for problem, xla, row, packed, resident in measured_times.COMPRESSIONS.values():
         us = None
         match chosen(problem):
             case None:
@@ -73,7 +72,7 @@ def compressions() -> Iterator[Replayed]:
 
 def large_compressions() -> Iterator[Replayed]:
     kinds = PackedCompressionConfig, LinearCompressionConfig, ResidentCompressionConfig
-    for problem, times in compression_times.LARGE.items():
+    for problem, times in measured_times.LARGE_COMPRESSIONS.items():
         yield times[kinds.index(type(chosen(problem)))], [*times]
 
 
@@ -168,7 +167,7 @@ def test_rows_pay(row):
 
 
 def test_a_ranking_is_made_once(monkeypatch):
-    problem = dataclasses.replace(next(compression_times.drawn())[0], m=77)
+    problem = dataclasses.replace(next(measured_times.drawn_compressions())[0], m=77)
     first = ranked(problem)
     monkeypatch.setattr(type(problem), "rank", None)
     assert ranked(dataclasses.replace(problem)) is first

@@ -44,14 +44,18 @@ def at(**changes: Any) -> AttentionProblem:
     heads=st.sampled_from([(1, 1), (2, 2), (4, 1), (6, 2), (16, 1)]),
     dtype=st.sampled_from(["bfloat16", "float16"]),
 )
-def test_every_size_the_kernel_takes_has_a_configuration(heads, **sizes):
+def test_every_size_the_kernels_take_has_a_configuration(heads, **sizes):
     problem = at(q_heads=heads[0], kv_heads=heads[1], **sizes)
-    candidates = list(problem.configs())
-    assert len(candidates) == len(set(candidates))
-    assert all(config.illegal_reason(problem) is None for config in candidates)
-    chosen = table.lookup(problem).config
-    assert chosen is not None
-    assert chosen.illegal_reason(problem) is None
+    gradient = AttentionBackwardProblem.of(problem)
+    for each in (problem, gradient):
+        candidates = list(each.configs())
+        assert len(candidates) == len(set(candidates))
+        assert all(config.illegal_reason(each) is None for config in candidates)
+        chosen = table.lookup(each).config
+        assert chosen is not None
+        assert chosen.illegal_reason(each) is None
+    assert len(candidates) > 3
+    assert gradient.default_config() == candidates[0]
 
 
 @pytest.mark.parametrize("name", ["batch", "users", "q_len", "kv_len", "q_heads"])
@@ -60,24 +64,6 @@ def test_sizes_of_nothing_have_no_configuration_or_a_legal_one(name):
         problem = dataclasses.replace(sizes, **{name: 0})
         for config in problem.configs():
             assert config.illegal_reason(problem) is None
-
-
-@given(
-    head_dim=st.sampled_from(BACKWARD_HEAD_DIMS),
-    q_len=st.integers(1, 256),
-    kv_len=st.integers(1, 20_000),
-    users=st.integers(1, 5_000),
-    dtype=st.sampled_from(["bfloat16", "float16"]),
-)
-def test_every_gradient_that_the_kernel_takes_has_a_configuration(
-    head_dim, q_len, kv_len, users, dtype
-):
-    changes = {"head_dim": head_dim, "q_len": q_len, "kv_len": kv_len, "dtype": dtype}
-    problem = dataclasses.replace(BACKWARD, users=users, **changes)
-    candidates = list(problem.configs())
-    assert len(candidates) == len(set(candidates)) > 3
-    assert all(config.illegal_reason(problem) is None for config in candidates)
-    assert problem.default_config() == candidates[0]
 
 
 def test_the_gradient_of_wide_heads_needs_a_launch_for_d_query():

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -38,25 +39,32 @@ def _on_a_hopper_machine(seems_hopper, monkeypatch):
     monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # tune sets it: restore it
 
 
+DEMO_SIZES = ("--candidates", "--users", "--m", "--n", "--k-cand", "--k-user")
+
+
 @pytest.mark.parametrize(
-    ("value", "reason"),
+    ("value", "reason", "of_seed"),
     [
-        ("abc", "'abc' is not a whole number"),
-        ("1.5", "'1.5' is not a whole number"),
-        ("", "'' is not a whole number"),
-        ("-3", "-3 is not a positive number"),
-        ("3000000000", "3000000000 is more than 2147483647"),
+        ("abc", "'abc' is not a whole number", "'abc' is not a whole number"),
+        ("1.5", "'1.5' is not a whole number", "'1.5' is not a whole number"),
+        ("", "'' is not a whole number", "'' is not a whole number"),
+        ("-3", "-3 is not a positive number", "-3 is negative"),
+        ("0", "0 is not a positive number", None),
+        ("3000000000", "3000000000 is more than 2147483647", None),
     ],
 )
-@pytest.mark.parametrize("command", ["demo", "tune"])
-def test_a_size_that_is_none_is_named(capsys, command, value, reason):
-    arguments = {"demo": ["demo"], "tune": TUNE}[command]
-    with pytest.raises(SystemExit) as exit_info:
-        cli.main([*arguments, f"--m={value}"])
-    assert exit_info.value.code == cli.UNUSABLE
-    err = capsys.readouterr().err
-    assert f"argument --m: {reason}" in err
-    assert "invalid" not in err
+@pytest.mark.parametrize(
+    ("command", "flag"), [*((["demo"], flag) for flag in (*DEMO_SIZES, "--seed")), (TUNE, "--m")]
+)
+def test_a_number_that_is_none_is_named(capsys, command, flag, value, reason, of_seed):
+    reason = of_seed if flag == "--seed" else reason
+    if reason is not None:
+        with pytest.raises(SystemExit) as exit_info:
+            cli.main([*command, f"{flag}={value}"])
+        assert exit_info.value.code == cli.UNUSABLE
+        err = capsys.readouterr().err
+        assert re.search(rf"argument [-/\w]*{flag}[-/\w]*: {re.escape(reason)}", err)
+        assert "invalid" not in err
 
 
 TUNING = (autotune, "tune")

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Iterator
 from typing import Any
 
-import compression_times as times
+import measured_times
 import pytest
 
 from ikbo_jax.problems import (
@@ -182,7 +182,7 @@ def estimate(problem: LinearCompressionProblem, config: object) -> float:
 
 def contenders(name: str) -> Iterator[tuple[float, float, object]]:
     """(time by the model, time on an H100, configuration or None for XLA)."""
-    problem, xla_us, row_us, in_packed, in_resident = times.SIZES[name]
+    problem, xla_us, row_us, in_packed, in_resident = measured_times.COMPRESSIONS[name]
     yield packed.estimated_xla_us(problem), xla_us, None
     row = next(problem.row_configs())
     yield estimate(problem, row), row_us, row
@@ -199,14 +199,14 @@ def contenders(name: str) -> Iterator[tuple[float, float, object]]:
         yield estimate(problem, config), us, config
 
 
-@pytest.mark.parametrize("name", times.SIZES)
+@pytest.mark.parametrize("name", measured_times.COMPRESSIONS)
 def test_models_choose_what_was_fast_on_a_gpu(name: str) -> None:
     """Of what was timed, the model's choice takes at most 1.06 of the fastest."""
     found = list(contenders(name))
     _, chosen, config = min(found, key=lambda x: x[0])
     assert chosen <= 1.06 * min(us for _, us, _ in found)
-    assert chosen <= 1.03 * times.SIZES[name].xla
-    problem = times.SIZES[name].problem
+    assert chosen <= 1.03 * measured_times.COMPRESSIONS[name].xla
+    problem = measured_times.COMPRESSIONS[name].problem
     assert type(problem.default_config()) is type(config)
     assert isinstance(config, PackedCompressionConfig) == (name == "d1")
     assert ranked(problem)[0].config is not None
@@ -234,11 +234,15 @@ def test_models_are_near_the_times_on_a_gpu(sizes: str | None) -> None:
     if sizes == "drawn":
         timed = (
             (problem, estimate(problem, config), us, config)
-            for problem, measured in times.drawn()
+            for problem, measured in measured_times.drawn_compressions()
             for config, us in measured.items()
         )
     else:
-        timed = ((times.SIZES[name].problem, *x) for name in times.SIZES for x in contenders(name))
+        timed = (
+            (measured_times.COMPRESSIONS[name].problem, *x)
+            for name in measured_times.COMPRESSIONS
+            for x in contenders(name)
+        )
     for problem, estimated, us, config in timed:
         is_odd = any(k % 4 for k in problem.ks)
         if not sizes and is_odd and isinstance(config, ResidentCompressionConfig):
@@ -273,7 +277,7 @@ def test_resident_kernel_is_no_default_of_what_was_never_timed() -> None:
     """One level, and more compressed rows."""
     one = dataclasses.replace(SMALL, batches=(8192,), ks=(40,))
     assert not isinstance(one.default_config(), ResidentCompressionConfig)
-    for problem in times.LARGE:
+    for problem in measured_times.LARGE_COMPRESSIONS:
         assert resident.LARGE_M < problem.m <= resident.MAX_DEFAULT_M
         larger = dataclasses.replace(problem, m=resident.MAX_DEFAULT_M + 1)
         assert not isinstance(larger.default_config(), ResidentCompressionConfig)

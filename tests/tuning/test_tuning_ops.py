@@ -106,7 +106,7 @@ ROWS_OF_LONG = {"q_rows": LONG_BACKWARD.q_rows, "kv_rows": LONG_BACKWARD.kv_rows
         (LINEAR, LINEAR.default_config(), [], [{"m": 512}]),
         (
             LINEAR_BACKWARD,
-            dataclasses.replace(LINEAR_BACKWARD.default_config(), weight_stages=4),
+            dataclasses.replace(LINEAR_BACKWARD.default_config(), stages=4),
             *([{"batches": (18, 900)}], [{"m": 40}, {"ks": (1178, 20)}]),
         ),
         (ATTENTION, other(ATTENTION), [], [{"head_dim": 192}]),
@@ -146,6 +146,9 @@ def test_rows_speak_for_near_problems_alone(measured, config, near, far, builtin
         (ATTENTION, {"head_dim": 8, "q_len": 1}, "but H=8"),
         (ATTENTION, {"head_dim": 512, "q_len": 1}, "but H=512"),
         (LINEAR_BACKWARD, {"dtype": "float32"}, "but the inputs are float32"),
+        (LINEAR_BACKWARD, {"n": 250}, "N to be a multiple of 8 (16 bytes, for TMA), but N=250"),
+        (LINEAR_BACKWARD, {"ks": (0, 866)}, "K=(0, 866)"),
+        (LINEAR_BACKWARD, {"batches": (15, 0)}, "sizes of at least 1, but B=(15, 0)"),
         (LINEAR_BACKWARD, {"m": 0}, "sizes of at least 1"),
         (GDPA_BACKWARD, {"dtype": "float32"}, "but the inputs are float32"),
         (GDPA_BACKWARD, {"head_dim": 256}, "H=256"),

@@ -25,7 +25,7 @@ from ikbo_jax.rewrite.attention.block_parts import (
     softmax_of_keys,
     weighted,
 )
-from ikbo_jax.rewrite.attention.blocks import Blocks, arranged
+from ikbo_jax.rewrite.attention.blocks import Blocks, arranged, of_one_user
 from ikbo_jax.rewrite.attention.operands import Operands, Visible, attend_by_row
 from ikbo_jax.rewrite.attention.scores import (
     WIDTH,
@@ -61,7 +61,7 @@ def product(
     dims = order_of_values(eqn, scores, side, value)
     if -1 in dims:
         raise NotCovered("attention is not recognised: its values have no heads")
-    value = lineage.transposed(value, dims)
+    value = of_one_user(ctx, lineage.transposed(value, dims), 0)
     if jnp.finfo(value.dtype).eps < jnp.finfo(root.key.dtype).eps:
         raise NotCovered(f"attention is not recognised: {value.dtype} values")
     keys = parts_of(root.key, 1, value)

@@ -170,27 +170,19 @@ class BlockMasks:
 
         def mask() -> jax.Array:
             # The rows of queries and keys may each be concatenated; a mask of both is not.
-            found = self._kept_for_users([fill.kept], query, live, users)
-            if found is None:
-                factors = [x for x, *_ in fill.factors(self.ctx, ())]
-                found = self._kept_for_users(factors, query, live, users)
-            if found is not None:
-                return found
+            for is_split in (False, True):
+                factors = [x for x, *_ in fill.factors(self.ctx, ())] if is_split else [fill.kept]
+                of_keys = [
+                    [at_users(self._sliced(x, query, key), users) for key in live] for x in factors
+                ]
+                if all(part is not None for parts in of_keys for part in parts):
+                    kept = (joined(list(map(self._logits_mask, x)), live) for x in of_keys)
+                    return functools.reduce(operator.and_, kept)
             raise NotCovered("attention is not recognised: its mask differs by candidate")
 
         bounds = tuple((part.start, part.stop) for part in (query, *live))
         key = ("mask at user batch", bounds, self.axis, tuple(self.sizes), self.root.heads)
         return self.ctx.scope.once(key, (fill.kept, users), mask)
-
-    def _kept_for_users(
-        self, factors: list[Any], query: Part, live: list[Part], users: Lineage
-    ) -> jax.Array | None:
-        """Returns where all of some masks keep keys; None if one differs by candidate."""
-        of_keys = [[at_users(self._sliced(x, query, key), users) for key in live] for x in factors]
-        if any(part is None for parts in of_keys for part in parts):
-            return None
-        kept = (joined(list(map(self._logits_mask, parts)), live) for parts in of_keys)
-        return functools.reduce(operator.and_, kept)
 
     def _visible(self, query: Part, keys: list[Part], users: Lineage) -> tuple[Any, Any]:
         """Returns which keys the masks keep for a user, and which for a query; None for all.
@@ -201,32 +193,25 @@ class BlockMasks:
         size = sum(key.stop - key.start for key in keys)
         kept, seen = None, None
         for fill in self.root.fills:
-            for by_user, by_row in self._columns(fill, query, keys, users):
+            columns = [self._column(fill.kept, fill.state, False, query, keys, users)]
+            if columns[0] is None:
+                region = [(fill.labels.index((KEY, 0)), keys[0].start, keys[-1].stop)]
+                if self.root.queries:
+                    label = (QUERY, self.axis - 1)
+                    region.append((fill.labels.index(label), query.start, query.stop))
+                columns = [
+                    self._column(mask, state, is_interval, query, keys, users)
+                    for mask, state, is_interval, _ in fill.factors(self.ctx, tuple(region))
+                ]
+            for column in columns:
+                if column is None:
+                    raise NotCovered("attention is not recognised: its mask differs by query")
+                by_user, by_row = column
                 if by_user is not None:
                     kept = by_user if kept is None else kept & by_user
                 if by_row is not None:
                     seen = by_row if seen is None else seen & by_row
         return kept if kept is None else lineage.spread(kept, (users.users, size)), seen
-
-    def _columns(
-        self, fill: Fill, query: Part, keys: list[Part], users: Lineage
-    ) -> list[tuple[Any, Any]]:
-        """Returns the factors of a mask, each by user or by query, as `_visible` does."""
-        whole = self._column(fill.kept, fill.state, False, query, keys, users)
-        if whole is not None:
-            return [whole]
-        region = [(fill.labels.index((KEY, 0)), keys[0].start, keys[-1].stop)]
-        if self.root.queries:
-            label = (QUERY, self.axis - 1)
-            region.append((fill.labels.index(label), query.start, query.stop))
-        factors = fill.factors(self.ctx, tuple(region))
-        found = [
-            self._column(mask, state, is_interval, query, keys, users)
-            for mask, state, is_interval, _ in factors
-        ]
-        if None in found:
-            raise NotCovered("attention is not recognised: its mask differs by query")
-        return [column for column in found if column is not None]
 
     def _column(
         self,

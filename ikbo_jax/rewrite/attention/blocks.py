@@ -37,6 +37,7 @@ from ikbo_jax.rewrite.attention.scores import (
 )
 from ikbo_jax.rewrite.facts import masks, proofs
 from ikbo_jax.rewrite.interpret import Context, shape_of
+from ikbo_jax.rewrite.rules import elementwise
 from ikbo_jax.rewrite.values import lineage, staged
 from ikbo_jax.rewrite.values.lineage import Concat, Lazy
 from ikbo_jax.rewrite.values.registry import NotCovered
@@ -128,12 +129,26 @@ def unspread(ctx: Context, mask: Any, keeps: bool) -> Any:
     return kept_by(ctx.build(mask), keeps)
 
 
+def of_one_user(ctx: Context, x: Any, axis: int) -> Any:
+    """Looks tokens that are the same in all rows up in a batch of one user.
+
+    Not if most tokens are the candidate's, as beside a learned token.
+    """
+    if not isinstance(x, Concat) or any(map(lineage.has_lineage, x.parts)):
+        return x
+    parts = tuple(elementwise.of_one_user(ctx, part, axis) for part in x.parts)
+    of_user = sum(n for part, n in zip(parts, x.sizes, strict=True) if lineage.has_lineage(part))
+    return x if lineage.is_at_least(x.shape[x.axis], 2 * of_user) else Concat(parts, x.axis)
+
+
 def start(
-    eqn: Any, lhs: Any, rhs: Any, plain_product: Callable[[Context], jax.Array]
+    ctx: Context, eqn: Any, lhs: Any, rhs: Any, plain_product: Callable[[Context], jax.Array]
 ) -> Scores | None:
     """Returns the scores of a batched product with concatenated keys; None for other products."""
     (contract, batch) = eqn.params["dimension_numbers"]
     contract, batch = ([[int(d) for d in side] for side in x] for x in (contract, batch))
+    for left, right in zip(*batch, strict=True):
+        lhs, rhs = of_one_user(ctx, lhs, left), of_one_user(ctx, rhs, right)
     user_dim = _user_dimension(lhs, rhs, batch)
     if user_dim is None or len(contract[0]) != 1 or lhs.dtype != rhs.dtype:
         return None

@@ -339,13 +339,6 @@ def logarithm(ctx: Context, eqn: Any, x: Any) -> Any:
     return x.then(eqn, [x], stage="log of sum")
 
 
-def absolute(ctx: Context, eqn: Any, x: Any) -> Any:
-    """Keeps a sum, which is never negative."""
-    if x.stage != "sum":
-        raise NotCovered(f"attention is not recognised: abs of its {x.stage}")
-    return x.then(eqn, [x])
-
-
 def difference(ctx: Context, eqn: Any, x: Any, y: Any) -> Any:
     """Subtracts the maximum, the logarithm of the sum or a bias from the logits."""
     if isinstance(x, Scores) and isinstance(y, Scores) and scores.belong(x, y):

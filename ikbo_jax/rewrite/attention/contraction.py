@@ -34,7 +34,7 @@ def dot_general(ctx: Context, eqn: Any, lhs: Any, rhs: Any) -> Any:
     if lineage.is_plain(lhs) and lineage.is_plain(rhs):
         return ctx.bind(eqn, lhs, rhs)
     if isinstance(lhs, Concat) or isinstance(rhs, Concat):
-        found = _blocks(eqn, lhs, rhs)
+        found = _blocks(ctx, eqn, lhs, rhs)
         if found is not None:
             return found
     if all(isinstance(x, Concat) and _is_looked_up(x) for x in (lhs, rhs)):
@@ -59,7 +59,7 @@ def _is_looked_up(x: Concat) -> bool:
     )
 
 
-def _blocks(eqn: Any, lhs: Any, rhs: Any) -> Any:
+def _blocks(ctx: Context, eqn: Any, lhs: Any, rhs: Any) -> Any:
     """Returns the scores of tokens of users and candidates; None for another product."""
     _, (batch, _) = eqn.params["dimension_numbers"]
     if not batch or not products.has_default_precision(eqn):
@@ -71,7 +71,7 @@ def _blocks(eqn: Any, lhs: Any, rhs: Any) -> Any:
         assert isinstance(out, jax.Array)
         return out
 
-    return blocks.start(eqn, lhs, rhs, plain_product)
+    return blocks.start(ctx, eqn, lhs, rhs, plain_product)
 
 
 def product(
@@ -249,13 +249,17 @@ def _sum_of_products(ctx: Context, eqn: Any, left: bool, groups: Any) -> Any:
     dtype = out.aval.dtype
     # The sum is rounded once, like the undivided product.
     wide = jnp.float32 if dtype in _HALF else None
+    # Whether a summed dimension of the first operand stands before a free one.
+    (contract, _), (batch, _) = dims_of(eqn)
+    free = set(range(eqn.invars[0].aval.ndim)) - {*contract, *batch}
+    sums_before = any(d < max(free) for d in contract) if free else False
     total: Any = None
     for part, weights in groups:
         if wide and not cost.on_gpu() and lineage.is_plain(part):
             # XLA transposes looked-up columns inside the product, and then has no kernel for it.
             part = lax.optimization_barrier(part)
         operands = (part, weights) if left else (weights, part)
-        if wide and not cost.on_gpu() and _sums_before(eqn):
+        if wide and not cost.on_gpu() and sums_before:
             # XLA multiplies by 16-bit weights that are transposed, but not to float32.
             wider = functools.partial(staged.cast, dtype=jnp.float32)
             operands = tuple(blocks.of_bases(wider, x) for x in operands)
@@ -263,13 +267,6 @@ def _sum_of_products(ctx: Context, eqn: Any, left: bool, groups: Any) -> Any:
         term = ctx.materialise(eqn, term, "sum with a value at candidate batch", copied=False)
         total = term if total is None else lax.add(total, term)
     return staged.cast(total, dtype)
-
-
-def _sums_before(eqn: Any) -> bool:
-    """Whether a summed dimension of the first operand stands before a free one."""
-    (contract, _), (batch, _) = dims_of(eqn)
-    free = set(range(eqn.invars[0].aval.ndim)) - {*contract, *batch}
-    return any(d < max(free) for d in contract) if free else False
 
 
 def _compress(
@@ -347,15 +344,11 @@ def _chain(ctx: Context, groups: Any) -> tuple[int, list[tuple[Any, Any, Any]]] 
     coarser: Any = None
     for steps in ordered:
         part, piece = lineages[steps]
-        parent = None if coarser is None else _parent(ctx, coarser, steps)
+        parent = None
+        if coarser is not None:
+            # The index from a level's rows into the rows of the next coarser level.
+            first, *rest = coarser[: len(coarser) - len(steps)]
+            parent = functools.reduce(ctx.scope.compose, rest, first).index
         terms.append((part, piece, parent))
         coarser = steps
     return axes.pop(), terms
-
-
-def _parent(ctx: Context, coarse: tuple[Lineage, ...], fine: tuple[Lineage, ...]) -> jax.Array:
-    """Returns the index from a level's rows into the rows of the next coarser level."""
-    first, *rest = coarse[: len(coarse) - len(fine)]
-    for finer in rest:
-        first = ctx.scope.compose(first, finer)
-    return first.index

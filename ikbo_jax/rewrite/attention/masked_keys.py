@@ -37,6 +37,7 @@ from ikbo_jax.ops.attention import merge_attention
 from ikbo_jax.rewrite.attention.biases import with_nan
 from ikbo_jax.rewrite.attention.operands import ByRow, Operands, Visible, attend_by_row
 from ikbo_jax.rewrite.attention.scores import Fill, Logits, Scores
+from ikbo_jax.rewrite.facts.activations import Match
 from ikbo_jax.rewrite.interpret import Context
 from ikbo_jax.rewrite.values import staged
 from ikbo_jax.rewrite.values.registry import NotCovered
@@ -131,11 +132,9 @@ def renormalised(
     return _with_dims(root, weighted.astype(out.dtype))
 
 
-def attend_activated(
-    root: Logits, value: jax.Array, activation: str, scale: float, output_scale: float
-) -> jax.Array:
+def attend_activated(root: Logits, value: jax.Array, found: Match) -> jax.Array:
     """Attends with an activation instead of the softmax; the logits have no masks."""
-    return _with_dims(root, Operands.of(root, value).activated(activation, scale, output_scale))
+    return _with_dims(root, Operands.of(root, value).activated(*found[:3]))
 
 
 def _with_dims(root: Logits, out: jax.Array) -> jax.Array:

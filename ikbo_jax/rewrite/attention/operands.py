@@ -137,15 +137,6 @@ class Operands(NamedTuple):
         rows = jnp.expand_dims(take_rows(x, self.users, 0), 1)
         return jnp.broadcast_to(rows, (*self.query.shape[:2], *x.shape[1:]))
 
-    def by_query(self) -> Operands:
-        """Makes every query a batch row: query [batch · queries, 1, heads, width]."""
-        batch, queries, *rest = staged.shape_of(self.query)
-        users = spread(self.users[:, None], (batch, queries))
-        return self._replace(
-            query=staged.reshape(self.query, (batch * queries, 1, *rest)),
-            users=staged.reshape(users, (batch * queries,)),
-        )
-
     def intervals(self, visible: Visible) -> tuple[Operands, jax.Array, jax.Array]:
         """Returns the keys that users keep, and the interval of them that each query sees.
 
@@ -207,7 +198,11 @@ def attend_by_row(operands: Operands, visible: Visible) -> ByRow:
     """Attends from every query to the keys that it sees."""
     rows, begin, end = operands.intervals(visible)
     if begin.shape[1] != 1:
-        rows = rows.by_query()
+        # Every query is a batch row.
+        batch, queries, *rest = staged.shape_of(rows.query)
+        users = staged.reshape(spread(rows.users[:, None], (batch, queries)), (batch * queries,))
+        query = staged.reshape(rows.query, (batch * queries, 1, *rest))
+        rows = rows._replace(query=query, users=users)
     begin, end = (staged.reshape(x, rows.users.shape) for x in (begin, end))
     out, lse = rows.attend_with_lse(None, jnp.stack([begin, end], axis=1))
     return ByRow(rows, out, lse, begin >= end)

@@ -175,9 +175,8 @@ def dot_general(ctx: Context, eqn: Any, lhs: Any, rhs: Any) -> Any:
     side = int(isinstance(rhs, Scores))
     x, weights = (rhs, lhs) if side else (lhs, rhs)
     contract, (batch, _) = eqn.params["dimension_numbers"]
-    if batch or len(contract[0]) != 2 or not is_plain(weights) or not _is_product(x):
-        return products.dot_general(ctx, eqn, lhs, rhs)
-    if np.ndim(weights) != 2 or not products.has_default_precision(eqn):
+    of_pairs = not batch and len(contract[0]) == 2 and is_plain(weights) and _is_product(x)
+    if not of_pairs or np.ndim(weights) != 2 or not products.has_default_precision(eqn):
         return products.dot_general(ctx, eqn, lhs, rhs)
     order = [d for _, d in sorted(zip(contract[side], contract[1 - side], strict=True))]
     return _weighted(ctx, eqn, x, staged.transpose(weights, order))
@@ -188,14 +187,12 @@ def reduce_sum(ctx: Context, eqn: Any, x: Scores) -> Any:
     made: Any = x.made or (None, ())
     made, operands = made
     pair = [y for y in operands if isinstance(y, Scores)]
-    if made is None or made.primitive is not jax.lax.mul_p or eqn.params["axes"] != (1, 2):
-        return score_axes.reduced(ctx, eqn, x)
-    if len(pair) != 1 or not _is_product(pair[0]):
-        return score_axes.reduced(ctx, eqn, x)
-    base = base_of(operands[0] if pair[0] is operands[1] else operands[1])
-    if not is_plain(base) or np.shape(base) != (1, *x.shape[1:]):
-        return score_axes.reduced(ctx, eqn, x)
-    return _weighted(ctx, eqn, pair[0], staged.reshape(base, x.shape[1:]))
+    is_weighted = made is not None and made.primitive is jax.lax.mul_p
+    if is_weighted and eqn.params["axes"] == (1, 2) and len(pair) == 1 and _is_product(pair[0]):
+        base = base_of(operands[0] if pair[0] is operands[1] else operands[1])
+        if is_plain(base) and np.shape(base) == (1, *x.shape[1:]):
+            return _weighted(ctx, eqn, pair[0], staged.reshape(base, x.shape[1:]))
+    return score_axes.reduced(ctx, eqn, x)
 
 
 def _weighted(ctx: Context, eqn: Any, x: Scores, weights: jax.Array) -> Any:

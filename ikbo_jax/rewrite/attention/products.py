@@ -139,13 +139,14 @@ def dot_general(ctx: Context, eqn: Any, lhs: Any, rhs: Any) -> Any:
     elif activation is None:
         out = masked_keys.attend(ctx, scores, base)
     else:
-        name, scale, output_scale, _ = activation
-        out = masked_keys.attend_activated(root, base, name, scale, output_scale)
+        out = masked_keys.attend_activated(root, base, activation)
     origins = lineage.origins_of(root.key, value) | root.mask_origins
     origins |= changed.origins if changed is not None else frozenset()
     op = "attention" if activation is None else "gdpa"
     ctx.recorder.saved(eqn, origins, op, True)
-    return _as_the_product(eqn, scores, side, out)
+    have: list[Label] = [*root.labels[:-1], WIDTH]
+    out = blocks.arranged_array(out, have, labels_of_product(eqn, scores, side))
+    return staged.cast(out, eqn.outvars[0].aval.dtype)
 
 
 def _activation(ctx: Context, scores: Scores, unchanged: Scores) -> activations.Match | None:
@@ -189,11 +190,3 @@ def _values(eqn: Any, scores: Scores, side: int, value: Any) -> tuple[Any, jax.A
         if jnp.finfo(x.dtype).eps < jnp.finfo(dtype).eps:
             raise NotCovered(f"attention is not recognised: {x.dtype} values of {dtype} logits")
     return value, base.astype(dtype)
-
-
-def _as_the_product(eqn: Any, scores: Scores, side: int, out: jax.Array) -> jax.Array:
-    """Returns [batch, *queries, *heads, width] with the axes and dtype of the product."""
-    have: list[Label] = [*scores.root.labels[:-1], WIDTH]
-    aval: Any = eqn.outvars[0].aval
-    out = blocks.arranged_array(out, have, labels_of_product(eqn, scores, side))
-    return staged.cast(out, aval.dtype)

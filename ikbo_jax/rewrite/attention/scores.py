@@ -24,7 +24,7 @@ from ikbo_jax.rewrite.rules import any_shape
 from ikbo_jax.rewrite.rules.elementwise import ELEMENTWISE
 from ikbo_jax.rewrite.values import staged
 from ikbo_jax.rewrite.values.lineage import Deferred, transposed
-from ikbo_jax.rewrite.values.registry import NotCovered, rule_of
+from ikbo_jax.rewrite.values.registry import NotCovered, Rule, rule_of
 
 # Kinds of dimensions of the scores. Queries and keys share the heads; all remaining dimensions of
 # the queries are of the kind QUERY.
@@ -376,11 +376,15 @@ def _with_fills(root: Logits, dtype: Any, factor: float) -> Logits:
     return dataclasses.replace(root, fills=tuple(fills)) if fills else root
 
 
-def stopped(ctx: Context, eqn: Any, x: Any) -> Any:
-    """Keeps a stopped maximum, whose gradient cancels in the softmax."""
-    if x.stage != "max":
-        raise NotCovered(f"attention is not recognised: stop_gradient of its {x.stage}")
-    return x.then(eqn, [x])
+def kept_at(stage: str) -> Rule:
+    """Makes the rule of an equation that keeps scores of this stage."""
+
+    def rule(ctx: Context, eqn: Any, x: Any) -> Any:
+        if x.stage != stage:
+            raise NotCovered(f"attention is not recognised: {eqn.primitive.name} of its {x.stage}")
+        return kept(ctx, eqn, x)
+
+    return rule
 
 
 def scaled(ctx: Context, eqn: Any, x: Any, y: Any) -> Any:

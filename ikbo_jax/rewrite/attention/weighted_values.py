@@ -76,12 +76,11 @@ def attend(ctx: Context, weights: Weights, value: jax.Array, activation: Any) ->
         # As a weight of 0 times the value, in value and gradient, also if these are NaN.
         value = value * kept[..., None].astype(value.dtype)
     if activation is not None:
-        name, scale, output_scale, _ = activation
         if kept is not None:
             # A key that is hidden may be NaN.
             key = jnp.where(kept[..., None], root.key.base, jnp.zeros((), root.key.dtype))
             root = dataclasses.replace(root, key=dataclasses.replace(root.key, base=key))
-        out = masked_keys.attend_activated(root, value, name, scale, output_scale)
+        out = masked_keys.attend_activated(root, value, activation)
     else:
         nan_remains = weights.divided is not None and weights.divided[1] == 0
         out = _attend(ctx, weights, unmasked if nan_remains else value, kept)

@@ -8,6 +8,7 @@ import jax
 from jax import lax
 from jax.extend import core
 
+from ikbo_jax.rewrite.attention import blocks
 from ikbo_jax.rewrite.calls import loops, sharing
 from ikbo_jax.rewrite.interpret import Context
 from ikbo_jax.rewrite.report.log import Log
@@ -37,20 +38,26 @@ def _can_leave(value: Any, lineages: set[int]) -> bool:
     return value.lineage is None or id(value.lineage) in lineages
 
 
+def _of_one_user(ctx: Context, operands: Sequence[Any]) -> list[Any]:
+    """Looks tokens of one user up before a body, which could not return such lookups of its own."""
+    return [blocks.of_one_user(ctx, x, 0) for x in operands]
+
+
 def checkpoint(ctx: Context, eqn: Any, *operands: Any) -> Any:
     """Rewrites a checkpointed function, at this call or once for all calls."""
     jaxpr = eqn.params["jaxpr"]
     if all(map(is_plain, operands)) and ctx.programs.is_plain(jaxpr):
         return ctx.bind(eqn, *operands)
+    values = _of_one_user(ctx, operands)
 
     def inline() -> list[Any]:
-        return _checkpointed(ctx, eqn, operands)
+        return _checkpointed(ctx, eqn, values)
 
     if isinstance(eqn.params["prevent_cse"], tuple) and len(set(eqn.params["prevent_cse"])) > 1:
         return inline()
     indices = [sharing.is_index(v.aval) for v in eqn.invars]
-    fixed = list(map(sharing.is_fixed, operands, indices))
-    return sharing.call(ctx, eqn, operands, fixed, inline)
+    fixed = list(map(sharing.is_fixed, values, indices))
+    return sharing.call(ctx, eqn, values, fixed, inline)
 
 
 def _checkpointed(ctx: Context, eqn: Any, operands: Sequence[Any]) -> list[Any]:
@@ -67,11 +74,6 @@ def _checkpointed(ctx: Context, eqn: Any, operands: Sequence[Any]) -> list[Any]:
         return out
 
     program = jaxprs.trace(body, [], jaxpr)
-    if program.effects:
-        policy, prevent_cse = eqn.params["policy"], eqn.params["prevent_cse"]
-        run = jaxprs.ending_its_trace(body)
-        out = jax.checkpoint(run, policy=policy, prevent_cse=prevent_cse)()
-        return packs[-1](out)
     # `jax.checkpoint` would bind the primitive, too, but also look up the arguments' names.
     params = jaxprs.call_params(eqn.params, jaxprs.with_constants_last(program), {})
     return packs[-1](eqn.primitive.bind(*program.consts, **params))
@@ -104,6 +106,7 @@ def scan(ctx: Context, eqn: Any, *operands: Any) -> Any:
         ctx.materialise(eqn, x, "scan over the looked-up axis") if not _scannable(x) else x
         for x in xs
     ]
+    init = _of_one_user(ctx, init)
     carry = list(map(loops.uniform, init))
 
     while True:

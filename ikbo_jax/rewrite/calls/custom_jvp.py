@@ -1,5 +1,6 @@
 """The rule of custom_jvp: the function and its JVP rule, both at the smaller batch."""
 
+import functools
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -11,7 +12,7 @@ from jax.extend import core
 from ikbo_jax.rewrite.facts import curves
 from ikbo_jax.rewrite.interpret import Context
 from ikbo_jax.rewrite.rules import any_shape
-from ikbo_jax.rewrite.values import jvp_rules, lineage
+from ikbo_jax.rewrite.values import lineage
 from ikbo_jax.rewrite.values.dead_code import without_dead_code
 from ikbo_jax.rewrite.values.forms import (
     form,
@@ -72,30 +73,24 @@ def custom_jvp(ctx: Context, eqn: Any, *operands: Any) -> Any:
 
 def _is_elementwise(ctx: Context, eqn: Any) -> bool:
     """Whether a function has one result, and it and its derivatives are elementwise."""
-    rule = jvp_rules.identity(eqn.params["jvp_jaxpr_fun"])
+    rule = any_shape.rule_identity(eqn.params["jvp_jaxpr_fun"])
     if len(eqn.outvars) != 1 or eqn.params["symbolic_zeros"]:
         return False
-    if rule is None:
-        return any_shape.is_elementwise_jvp(eqn)
-    proven, key = ctx.programs.jvp_rules, (rule, eqn.invars[0].aval)
-    if key not in proven:
-        proven[key] = any_shape.is_elementwise_jvp(eqn)
-    return bool(proven[key])
+    prove = functools.partial(any_shape.is_elementwise_jvp, eqn)
+    key = rule, eqn.invars[0].aval
+    return bool(prove() if rule is None else ctx.programs.once(key, prove))
 
 
 def _proven_rule(
     ctx: Context, eqn: Any, operands: Sequence[Any], results: Sequence[Any]
 ) -> core.Jaxpr | None:
     """Returns `_jvp_rule` of a call; calls of one function on values of the same forms share it."""
-    rule = jvp_rules.identity(eqn.params["jvp_jaxpr_fun"])
-    if rule is None:
-        return _jvp_rule(ctx, eqn, operands, results)
+    rule = any_shape.rule_identity(eqn.params["jvp_jaxpr_fun"])
+    prove = functools.partial(_jvp_rule, ctx, eqn, operands, results)
     forms = tuple(map(form, operands)), tuple(map(form, results))
     key = (rule, *forms, ctx.derivatives, tuple(v.aval for v in (*eqn.invars, *eqn.outvars)))
-    proven = ctx.programs.jvp_rules
-    if key not in proven:
-        proven[key] = _jvp_rule(ctx, eqn, operands, results)
-    return proven[key]
+    found: core.Jaxpr | None = prove() if rule is None else ctx.programs.once(key, prove)
+    return found
 
 
 def _jvp_rule(

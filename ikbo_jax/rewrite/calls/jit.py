@@ -32,15 +32,16 @@ def _kind_of(ctx: Context, eqn: Any) -> tuple[bool, bool, list[bool]]:
     """
     params = eqn.params
     jaxpr, shardings = params["jaxpr"], (params["in_shardings"], params["out_shardings"])
-    key = (id(jaxpr), *map(id, shardings))
-    if key not in ctx.programs.kinds:
+
+    def find_out() -> tuple[bool, bool, list[bool]]:
         small = len(jaxpr.eqns) <= _SMALL or on_integers(eqn)
         names = {type(x).__name__ for xs in shardings for x in xs}
         indices = [sharing.is_index(v.aval) for v in eqn.invars]
-        # While the program and the shardings are kept, their identities stay unique.
-        kind = small, bool(names - {"UnspecifiedValue"}), indices
-        ctx.programs.kinds[key] = (jaxpr, shardings), kind
-    return ctx.programs.kinds[key][1]
+        return small, bool(names - {"UnspecifiedValue"}), indices
+
+    key = (id(jaxpr), *map(id, shardings))
+    found: tuple[bool, bool, list[bool]] = ctx.programs.once(key, find_out, (jaxpr, shardings))
+    return found
 
 
 def jit(ctx: Context, eqn: Any, *operands: Any) -> Any:

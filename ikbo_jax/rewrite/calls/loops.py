@@ -138,7 +138,7 @@ def rows_before(
     start = len(consts) + n_carry
     chosen = [n for n, x in enumerate(xs) if _is_of_rows(x) or is_plain(x) and hoisting.is_index(x)]
     variables = [body.invars[start + n] for n in chosen]
-    split = hoisting.split_by_rows(body, len(consts), variables) if chosen else None
+    split = hoisting.split_by_rows(body, len(consts), tuple(variables)) if chosen else None
     if split is None or not isinstance(eqn.params["length"], int):
         return None
     first, rest = split

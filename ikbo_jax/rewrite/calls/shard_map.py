@@ -6,7 +6,6 @@ batch is divided becomes its rows, replicated, and the index, divided as the bat
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,49 +16,8 @@ from jax.sharding import PartitionSpec
 from ikbo_jax.rewrite.interpret import Context
 from ikbo_jax.rewrite.rules.elementwise import elementwise
 from ikbo_jax.rewrite.values.jaxprs import ending_its_trace
-from ikbo_jax.rewrite.values.lineage import Lazy, Lineage, has_lineage, is_plain, spread_axes
+from ikbo_jax.rewrite.values.lineage import Lazy, Lineage, is_plain, spread_axes
 from ikbo_jax.rewrite.values.registry import NotCovered
-
-
-@dataclasses.dataclass(frozen=True)
-class _Rows:
-    """Holds a looked-up operand, and how the original divides it."""
-
-    value: Lazy
-    spec: tuple[Any, ...]
-
-    @classmethod
-    def of(cls, value: Lazy, spec: PartitionSpec) -> _Rows:
-        full = (*spec, *[None] * (len(value.shape) - len(spec)))
-        divided = [d for d, names in enumerate(full) if names is not None]
-        return cls(spread_axes(value, divided), full)
-
-    @property
-    def specs(self) -> list[PartitionSpec]:
-        """Specs of the rows and of the index."""
-        axis = self.value.axis
-        rows = (*self.spec[:axis], None, *self.spec[axis + 1 :])
-        return [PartitionSpec(*rows), PartitionSpec(self.spec[axis])]
-
-    @property
-    def arrays(self) -> list[jax.Array]:
-        lineage = self.value.lineage
-        assert lineage is not None
-        return [self.value.base, lineage.index]
-
-    def inside(
-        self, base: jax.Array, index: jax.Array, shape: tuple[int, ...], lineages: dict[Any, Any]
-    ) -> Lazy:
-        """Returns the operand in the body, of one device's shape."""
-        axis, outer = self.value.axis, self.value.lineage
-        assert outer is not None
-        key = outer, self.spec[axis]
-        if key not in lineages:
-            lineages[key] = Lineage(index, outer.users, shape[axis])
-        if names := self.spec[axis]:
-            # The rows meet values that differ between devices; their gradients are summed.
-            base = lax.pcast(base, names, to="varying")
-        return Lazy(base, shape, lineages[key], axis, self.value.origins)
 
 
 def shard_map(ctx: Context, eqn: Any, *operands: Any) -> Any:
@@ -70,30 +28,41 @@ def shard_map(ctx: Context, eqn: Any, *operands: Any) -> Any:
         return ctx.bind(eqn, *operands)
     if body.effects:
         raise NotCovered("a shard_map with effects")
-    checked = params["check_vma"]
-    taken: list[Any] = []
-    for x, spec in zip(operands, params["in_specs"], strict=True):
-        if isinstance(x, Lazy) and has_lineage(x) and isinstance(spec, PartitionSpec):
-            taken.append(_Rows.of(x, spec))
-        else:
-            taken.append(ctx.materialise(eqn, x, "operand of a shard_map"))
+    # Of a looked-up operand, the value and how the original divides its batch.
+    taken: list[tuple[Lazy, Any] | None] = []
     arrays: list[Any] = []
     specs: list[Any] = []
-    for x, spec in zip(taken, params["in_specs"], strict=True):
-        arrays += x.arrays if isinstance(x, _Rows) else [x]
-        specs += x.specs if isinstance(x, _Rows) else [spec]
+    for x, spec in zip(operands, params["in_specs"], strict=True):
+        if not isinstance(x, Lazy) or x.lineage is None or not isinstance(spec, PartitionSpec):
+            taken.append(None)
+            arrays.append(ctx.materialise(eqn, x, "operand of a shard_map"))
+            specs.append(spec)
+            continue
+        full = (*spec, *[None] * (len(x.shape) - len(spec)))
+        x = spread_axes(x, [d for d, names in enumerate(full) if names is not None])
+        taken.append((x, full[x.axis]))
+        arrays += [x.base, x.lineage.index]
+        rows = (*full[: x.axis], None, *full[x.axis + 1 :])
+        specs += [PartitionSpec(*rows), PartitionSpec(full[x.axis])]
 
     def run(*arrays: Any) -> Sequence[Any]:
         # Arrays of the scopes outside are whole, not parts.
         inner, rest = Context(ctx.recorder, ctx, outlives=True), iter(arrays)
         lineages: dict[Any, Any] = {}
         values: list[Any] = []
-        for x, v in zip(taken, body.invars, strict=True):
-            if isinstance(x, _Rows):
-                pair = next(rest), next(rest)
-                values.append(x.inside(*pair, tuple(v.aval.shape), lineages))
-            else:
-                values.append(next(rest))
+        for key, v in zip(taken, body.invars, strict=True):
+            value = next(rest)
+            if key is not None:
+                (x, names), index, shape = key, next(rest), tuple(v.aval.shape)
+                assert x.lineage is not None
+                users = (x.lineage, names)
+                if users not in lineages:
+                    lineages[users] = Lineage(index, x.lineage.users, shape[x.axis])
+                if names:
+                    # The rows meet values that differ between devices; their gradients are summed.
+                    value = lax.pcast(value, names, to="varying")
+                value = Lazy(value, shape, lineages[users], x.axis, x.origins)
+            values.append(value)
         with inner.recorder.inside(eqn):
             results = inner.run(body, (), values)
         return tuple(inner.materialise(eqn, y, "result of a shard_map") for y in results)
@@ -105,7 +74,7 @@ def shard_map(ctx: Context, eqn: Any, *operands: Any) -> Any:
             in_specs=tuple(specs),
             out_specs=tuple(params["out_specs"]),
             axis_names=set(params["newly_manual_axes"]),
-            check_vma=checked,
+            check_vma=params["check_vma"],
         )(*arrays)
     )
 

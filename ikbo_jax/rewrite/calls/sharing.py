@@ -353,7 +353,10 @@ def _with_materialised(
     # dtypes come from the jaxpr: Python numbers among the operands have weak types.
     arrays = [(base_of(nodes.values[n]), n) for n in inputs]
     arrays += [(nodes.values[n], n) for n in materialised]
-    avals = [_like(x, eqn.invars[nodes.roots[n]].aval) for x, n in arrays]
+    avals = []
+    for x, n in arrays:
+        aval = eqn.invars[nodes.roots[n]].aval
+        avals.append(jax.ShapeDtypeStruct(shape_of(x), aval.dtype, weak_type=aval.weak_type))
     try:
         traced = without_dead_code(trace(program, avals, jaxpr))
     except NotCovered:
@@ -381,10 +384,6 @@ def _results(nodes: Sequence[Any], returned: Sequence[Any]) -> list[Result]:
         computed = operand is None and like == n and not inside
         results.append(Result(x, operand, like, inside, next(numbers) if computed else None))
     return results
-
-
-def _like(value: Any, aval: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape_of(value), aval.dtype, weak_type=aval.weak_type)
 
 
 def _params(eqn: Any, traced: Any, count: int) -> dict[str, Any] | None:

@@ -158,25 +158,15 @@ def cuts(params: Any) -> list[slice]:
     return list(map(slice, starts, limits, params["strides"] or [1] * len(starts)))
 
 
-def _integers(x: Any, y: Any) -> None:
-    if x.dtype.kind not in "iu" or (y == 0).any():
-        raise _NotKnown
+def _divided(name: str) -> Callable[..., Any]:
+    def compute(params: Any, x: Any, y: Any) -> Any:
+        if name == "div" and x.dtype.kind == "f":
+            return x / y
+        if x.dtype.kind not in "iu" or (y == 0).any():
+            raise _NotKnown
+        return np.fmod(x, y) if name == "rem" else np.sign(x) * np.sign(y) * (abs(x) // abs(y))
 
-
-def _rem(params: Any, x: Any, y: Any) -> Any:
-    _integers(x, y)
-    return np.fmod(x, y)
-
-
-def _div(params: Any, x: Any, y: Any) -> Any:
-    if x.dtype.kind == "f":
-        return x / y
-    _integers(x, y)
-    return np.sign(x) * np.sign(y) * (np.abs(x) // np.abs(y))
-
-
-def _select(params: Any, which: Any, *cases: Any) -> Any:
-    return np.choose(np.broadcast_to(which, cases[0].shape).astype(np.intp), cases)
+    return compute
 
 
 def _of_two(function: Callable[[Any, Any], Any]) -> Callable[..., Any]:
@@ -205,16 +195,18 @@ COMPUTED: dict[str, Callable[..., Any]] = {
         if p["reverse"]
         else np.cumsum(x, p["axis"])
     ),
-    "div": _div,
+    "div": _divided("div"),
     "iota": _iota,
     "neg": lambda _, x: -x,
     "not": lambda _, x: ~x,
     "or": _of_two(operator.or_),
     "pvary": lambda _, x: x,
-    "rem": _rem,
+    "rem": _divided("rem"),
     "reshape": lambda params, x: x.reshape(params["new_sizes"]),
     "rev": lambda params, x: np.flip(x, params["dimensions"]),
-    "select_n": _select,
+    "select_n": lambda _, which, *cases: np.choose(
+        np.broadcast_to(which, cases[0].shape).astype(np.intp), cases
+    ),
     "sign": lambda _, x: np.sign(x),
     "slice": lambda params, x: x[tuple(cuts(params))],
     "squeeze": lambda params, x: np.squeeze(x, tuple(params["dimensions"])),

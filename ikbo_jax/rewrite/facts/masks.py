@@ -20,6 +20,7 @@ from jax.extend import core
 
 from ikbo_jax.rewrite.facts import proofs
 from ikbo_jax.rewrite.facts.known import OF_TWO, cuts, expanded, known
+from ikbo_jax.rewrite.values.kept_dims import kept_dims
 from ikbo_jax.rewrite.values.lineage import base_of
 from ikbo_jax.rewrite.values.staged import shape_of
 
@@ -194,13 +195,14 @@ def _moved(
             for y, own in zip(masks, shapes, strict=True)
         ]
         return np.concatenate(full, axis)
-    # A reshape: dimensions of size 1 are added or removed.
-    if [n for n in shapes[0] if n != 1] == [n for n in shape if n != 1]:
-        kept = iter(n for n, own in zip(x.shape, shapes[0], strict=True) if own != 1)
-        return x.reshape([1 if n == 1 else next(kept) for n in shape])
-    if x.size == 1:
-        return x.reshape([1] * len(shape))
-    return np.full((1,) * len(shape), UNKNOWN, np.int8)
+    # A reshape: dimensions stay whole, or all elements along them are equal.
+    dims = kept_dims(eqn, 0, eqn.outvars[0])
+    if any(n != 1 and d not in dims for d, n in enumerate(x.shape)):
+        return np.full((1,) * len(shape), UNKNOWN, np.int8)
+    sizes = [1] * len(shape)
+    for d, k in dims.items():
+        sizes[k] = x.shape[d]
+    return x.reshape(sizes)
 
 
 #: Slices of a mask: a dimension, its first element, and the element after its last.

@@ -1,21 +1,12 @@
 """The events that a rewritten program adds to the report at each of its calls."""
 
 import contextlib
-import dataclasses
+import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from ikbo_jax.rewrite.report.recorder import Broadcast, Recorder
 from ikbo_jax.rewrite.report.report import UNKNOWN
-
-
-@dataclasses.dataclass(frozen=True)
-class _Copy:
-    """Holds the properties of a materialised value that the report needs."""
-
-    shape: tuple[int, ...]
-    dtype: Any
-    origins: frozenset
 
 
 class _Call:
@@ -27,21 +18,18 @@ class _Call:
         self.recorder = recorder
         self.equation = equation
         self.materialise = materialise
-        self._origins = dict(origins)
+        # By stand-in of the program, this call's broadcasts.
+        self.replaced = dict(origins)
         self._origins_of: dict[frozenset, frozenset] = {}
 
     def place(self, line: str | None) -> Any:
         """Returns the line of an event, or the equation that calls if the event has no line."""
         return self.equation if line is None else line
 
-    def replace(self, stand_in: Broadcast, broadcast: Broadcast) -> None:
-        """Replaces a stand-in of the program by this call's broadcast."""
-        self._origins[stand_in] = frozenset([broadcast])
-
     def origins(self, stand_ins: frozenset) -> frozenset:
         """Returns the broadcasts that a value stems from in this call, by its stand-ins."""
         if stand_ins not in self._origins_of:
-            replaced = (self._origins.get(o, (o,)) for o in stand_ins)
+            replaced = (self.replaced.get(o, (o,)) for o in stand_ins)
             self._origins_of[stand_ins] = frozenset().union(*replaced)
         return self._origins_of[stand_ins]
 
@@ -82,7 +70,7 @@ class Log(Recorder):
             else:
                 # All calls have the broadcast in common.
                 broadcast = call.recorder.found_once((key, what), *found)
-            call.replace(stand_in, broadcast)
+            call.replaced[stand_in] = frozenset([broadcast])
 
         if not self.muted:
             self._events.append(event)
@@ -115,17 +103,18 @@ class Log(Recorder):
         if self.muted:
             return
         line, operand, why = self.line(eqn), self.operands.get(id(value)), self.reason or reason
-        copy = _Copy(tuple(value.shape), value.dtype, value.origins)
+        # An event outlives the trace, so it must not hold the value.
+        shape, dtype, origins = tuple(value.shape), value.dtype, value.origins
 
         def event(call: _Call) -> None:
             place = call.place(line)
             if operand is not None:
                 call.materialise(operand, place, why, copied)
                 return
-            of_call = dataclasses.replace(copy, origins=call.origins(copy.origins))
-            call.recorder.wrote(place, of_call, why, copied)
+            found = call.origins(origins)
+            copy = types.SimpleNamespace(shape=shape, dtype=dtype, origins=found)
+            call.recorder.wrote(place, copy, why, copied)
 
-        # An event outlives the trace, so it must not hold the value.
         self._events.append(event)
 
     def replay(

@@ -149,7 +149,11 @@ def sums_of_calls(
     if eqn.primitive.name == "cond":
         # The branch with most FLOPs; of two, the one with more bytes.
         for n in (1, 0):
-            costs.insert(0, lineage.largest(costs, lambda cost, n=n: cost[1][n]))
+
+            def amount(cost: tuple[int, Sequence[int]], n: int = n) -> int:
+                return cost[1][n]
+
+            costs.insert(0, lineage.largest(costs, amount))
         costs = costs[:1]
     flops = sum([length * sums[0] for _, sums in costs])
     return [flops, *(sum([times * sums[n] for times, sums in costs]) for n in (1, 2))]

@@ -10,13 +10,13 @@ from ikbo_jax.ops import explain
 from ikbo_jax.rewrite.report.cost import program_cost
 from ikbo_jax.rewrite.report.report import (
     UNKNOWN,
+    BothCosts,
     FoundBroadcast,
     Lookup,
     Materialisation,
     RewriteReport,
     source_line,
 )
-from ikbo_jax.rewrite.report.saved import BothCosts
 from ikbo_jax.rewrite.values import jaxprs, lineage, staged
 from ikbo_jax.rewrite.values.equations import LOOKUPS, is_lookup
 

@@ -8,13 +8,40 @@ import numpy as np
 
 from ikbo_jax.rewrite.facts import curves
 from ikbo_jax.rewrite.rules.elementwise import ELEMENTWISE, common_shape
-from ikbo_jax.rewrite.values import jvp_rules
 from ikbo_jax.rewrite.values.jaxprs import interpret, wrapped
 
 #: Derivatives of a custom_jvp function that are proven to work row by row while the program is
 #: rewritten. A JVP rule may call its own function, so that there is no last derivative.
 PROVEN_DERIVATIVES = 2
 THIRD = "ikbo_jax.rewrite: a third derivative of a function with a derivative of its own"
+
+
+def rule_identity(derivative: Any) -> Any:
+    """Returns an object that is equal for calls with the same JVP rule, `jvp_jaxpr_fun`.
+
+    A model calls one function, such as `jax.nn.relu`, in every layer, and JAX wraps its JVP rule
+    anew for every call. The object is the rule's Python function and the tree of its arguments.
+    None if JAX wraps rules in another way than expected here, or if the call has static arguments
+    (`nondiff_argnums`).
+    """
+    thunk = _closed_over(getattr(derivative, "f", None)).get("fn")
+    rule: Any = _closed_over(thunk).get("jvp")
+    transforms: Any = getattr(rule, "transforms", None)
+    if not transforms or len(transforms) != 1 or getattr(rule, "params", None) != ():
+        return None
+    function, parameters = transforms[0]
+    if getattr(function, "__name__", "") != "_flatten_jvp" or len(parameters) != 4:
+        return None
+    return rule.f, parameters[2]
+
+
+def _closed_over(function: Any) -> dict[str, Any]:
+    names = getattr(getattr(function, "__code__", None), "co_freevars", ())
+    cells = getattr(function, "__closure__", None) or ()
+    try:
+        return {name: cell.cell_contents for name, cell in zip(names, cells, strict=True)}
+    except ValueError:  # A cell is empty.
+        return {}
 
 
 def is_elementwise_jvp(
@@ -26,7 +53,7 @@ def is_elementwise_jvp(
     rule of `jax.nn.relu` calls `jax.nn.relu`, so it would otherwise be traced once more for each
     derivative.
     """
-    rule = jvp_rules.identity(eqn.params["jvp_jaxpr_fun"])
+    rule = rule_identity(eqn.params["jvp_jaxpr_fun"])
     key = rule, *(v.aval for v in eqn.invars)
     left, others = max(0, derivatives - 1), assumed | {key}
     if not _only_elementwise(eqn.params["call_jaxpr"], left, others):

@@ -144,16 +144,13 @@ def _of_one_lineage(operands: list[Any]) -> tuple[list[Any], tuple[Lineage | Non
         others = [x for x in operands if has_lineage(x) and x.axis != first.axis]
         if len(others) != same.count(False) or any(carries(x, first.axis) for x in others):
             continue
-        found = [without_lookup(x) if any(x is y for y in others) else x for x in operands]
+        found = list(operands)
+        for n, x in enumerate(operands):
+            if any(x is y for y in others):
+                rows = take_rows(x.base, x.lineage.index, x.axis, is_sorted=x.lineage.is_sorted)
+                found[n] = lazy(rows, x.shape, None, -1, x.origins)
         return found, (first.lineage, first.axis, False)
     return operands, common_lineage(operands)
-
-
-def without_lookup(x: Lazy) -> Any:
-    """Looks a value's rows up; its dimensions of size 1 stay broadcast."""
-    assert x.lineage is not None
-    rows = take_rows(x.base, x.lineage.index, x.axis, is_sorted=x.lineage.is_sorted)
-    return lazy(rows, x.shape, None, -1, x.origins)
 
 
 def _of_one_batch(ctx: Context, eqn: Any, shape: tuple[int, ...], operands: Any) -> Any:

@@ -8,6 +8,7 @@ it. This primitive batches both variants, and differentiates the batched one.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -27,27 +28,25 @@ rewritten_p = CheckedPrimitive("ikbo_rewritten")
 rewritten_p.is_high = lambda *_, **__: False  # type: ignore[method-assign]
 
 
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Exact:
     """Holds the variant for derivatives and the original, each traced at its first use.
 
     It is a parameter of equations, which JAX compares by identity. It holds no tracers.
     """
 
-    def __init__(
-        self, differentiated: Callable[[], core.Jaxpr], original: Callable[[], core.Jaxpr]
-    ) -> None:
-        self._differentiated = differentiated
-        self._original = original
+    trace_differentiated: Callable[[], core.Jaxpr]
+    trace_original: Callable[[], core.Jaxpr]
 
     @functools.cached_property
     def jaxpr(self) -> core.Jaxpr:
         """Variant for derivatives. JAX differentiates a loop's body several times."""
-        return self._differentiated()
+        return self.trace_differentiated()
 
     @functools.cached_property
     def original(self) -> core.Jaxpr:
         """Original program."""
-        return self._original()
+        return self.trace_original()
 
     def batched(self, batch: Callable[[core.Jaxpr], core.Jaxpr]) -> Exact:
         """Batches both programs."""

@@ -12,8 +12,7 @@ from jax.extend import core
 
 from ikbo_jax.ops import dispatch, explain
 from ikbo_jax.rewrite.values.jaxprs import OPS, inner_programs
-from ikbo_jax.rewrite.values.lineage import Deferred, Lazy, is_at_least, is_plain
-from ikbo_jax.rewrite.values.staged import TRACER
+from ikbo_jax.rewrite.values.lineage import is_at_least, is_plain
 
 
 def described(error: Exception) -> str:
@@ -61,27 +60,6 @@ def grows(eqn: core.JaxprEqn) -> bool:
         return False
     shape: Any = getattr(eqn.outvars[0].aval, "shape", ())
     return shape not in shapes and len(shape) == len(shapes[0])
-
-
-def is_number(eqn: core.JaxprEqn, operands: list[Any]) -> bool:
-    """Whether an equation computes one result from one or two numbers, broadcast or not."""
-    if not 0 < len(operands) <= 2:
-        return False
-    for x, v in zip(operands, eqn.invars, strict=True):
-        if type(x) is Lazy:
-            if x.lineage is not None:
-                return False
-            aval: Any = x.base.aval if type(x.base) is TRACER else x.base
-        elif type(x) is TRACER or not isinstance(x, Deferred):
-            aval = v.aval
-        else:
-            return False
-        if type(aval) is not jax.core.ShapedArray and not hasattr(aval, "shape"):
-            return False
-        for n in aval.shape:
-            if n != 1:
-                return False
-    return len(eqn.outvars) == 1 and not eqn.effects
 
 
 def identity(operand: Any) -> Any:

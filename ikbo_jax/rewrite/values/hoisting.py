@@ -60,7 +60,7 @@ def may_run_before(eqn: core.JaxprEqn) -> bool:
     body, (consts, carries) = eqn.params["jaxpr"], scan_counts(eqn.params)
     if split(body, consts, eqn.params["length"]) is not None:
         return True
-    indices = [v for v in body.invars[consts + carries :] if is_index(v.aval)]
+    indices = tuple(v for v in body.invars[consts + carries :] if is_index(v.aval))
     return bool(indices) and split_by_rows(body, consts, indices) is not None
 
 
@@ -70,37 +70,27 @@ def is_index(x: Any) -> bool:
 
 
 def split(body: core.Jaxpr, consts: int, length: Any) -> tuple[core.Jaxpr, core.Jaxpr] | None:
-    """Splits the body of a loop into a program that runs once, and the rest.
+    """Does what `split_by_rows` does for work that is the same in all iterations of a loop.
 
-    The first program takes the first `consts` arguments, which are the same in every iteration. The
-    rest takes its values after these arguments. None if no product is the same in every iteration.
+    The rest takes the values of the first program after its first `consts` arguments.
     """
     if not isinstance(length, int) or length < 2 or not consts:
         return None
-    return _split(body, consts, None, consts)
+    return split_by_rows(body, consts, None)
 
 
+@functools.lru_cache(maxsize=16)
 def split_by_rows(
-    body: core.Jaxpr, consts: int, rows: Sequence[Any]
+    body: core.Jaxpr, consts: int, rows: tuple[Any, ...] | None
 ) -> tuple[core.Jaxpr, core.Jaxpr] | None:
     """Splits the body of a loop into work on what some scanned values choose, and the rest.
 
     The first program takes the first `consts` arguments, which are the same in every iteration, and
     `rows`, each an index or a looked-up row. The rest takes its values after its other arguments.
-    None if no product is taken out.
+    None if no product is taken out. With rows, equations on constants alone may be taken out; the
+    rest, too, runs those whose results it reads.
     """
-    return _split(body, consts, tuple(rows), len(body.invars))
-
-
-@functools.lru_cache(maxsize=16)
-def _split(
-    body: core.Jaxpr, consts: int, rows: tuple[Any, ...] | None, place: int
-) -> tuple[core.Jaxpr, core.Jaxpr] | None:
-    """Splits a body into a program of its first `consts` arguments and of `rows`, and the rest.
-
-    The rest takes the values of the first program at position `place`. With rows, equations on
-    constants alone may be taken out; the rest, too, runs those whose results it reads.
-    """
+    place = consts if rows is None else len(body.invars)
     inputs = [*body.invars[:consts], *(rows or ())]
     known: set[Any] = {*body.constvars, *inputs}
     candidates: list[core.JaxprEqn] = []

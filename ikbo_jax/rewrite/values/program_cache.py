@@ -16,9 +16,6 @@ class ProgramCache:
 
     Attributes:
       repeated: identities of the programs that are called several times.
-      jvp_rules: by a JVP rule and the forms of its operands, the rule at the smaller batch, or None
-        if it does not work row by row.
-      kinds: by the identities of a call's parameters, properties that hold for any operands.
       table_rows: numbers of rows of the tables in which lookups were found.
       most_rows: lookups in tables with more rows stay as they are; None without a bound.
       has_constraints: whether the sharding of a deferred value is constrained.
@@ -30,8 +27,6 @@ class ProgramCache:
 
     def __init__(self, repeated: frozenset[int] = frozenset()) -> None:
         self.repeated = repeated
-        self.kinds: dict[Any, Any] = {}
-        self.jvp_rules: dict[Any, Any] = {}
         self.table_rows: set[int] = set()
         self.most_rows: int | None = None
         self.has_constraints = False
@@ -39,26 +34,28 @@ class ProgramCache:
         self.unread = False
         self.exceptions: list[Any] = []
         self.divisions: dict[Any, Any] = {}
-        # By identity of the program; entries hold the program, so that its identity stays unique.
-        self._answers: dict[tuple[str, int], tuple[Any, bool]] = {}
+        self._found: dict[Any, tuple[Any, Any]] = {}
 
-    def answer(self, question: str, program: Any, find_out: Callable[[Any], bool]) -> bool:
-        """Answers a question about a program; `find_out` is called only the first time."""
-        key = (question, id(program))
-        if key not in self._answers:
-            self._answers[key] = (program, find_out(program))
-        return self._answers[key][1]
+    def once(self, key: Any, find_out: Callable[[], Any], alive: Any = None) -> Any:
+        """Returns what `find_out` returned at the first call with this key.
+
+        `alive` holds the objects whose identities are in the key, so that these stay unique.
+        """
+        if key not in self._found:
+            self._found[key] = alive, find_out()
+        return self._found[key][1]
 
     def is_plain(self, program: core.Jaxpr) -> bool:
         """Whether a program, run on arrays, has no primitive that can make a broadcast."""
 
-        def find_out(program: core.Jaxpr) -> bool:
+        def find_out() -> bool:
             return not any(
                 _may_broadcast(eqn) or not all(map(self.is_plain, inner_programs(eqn)))
                 for eqn in program.eqns
             )
 
-        return self.answer("plain", program, find_out)
+        plain: bool = self.once(("plain", id(program)), find_out, program)
+        return plain
 
     def looks_up(self, rows: Any) -> None:
         """Records a lookup in a table; NotCovered if the table has more than `most_rows` rows."""
