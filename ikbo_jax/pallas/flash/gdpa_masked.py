@@ -111,7 +111,7 @@ def keep_visible(ctx: Any, place: Any, scores: jax.Array, fill: float = 0.0) -> 
         begin, end = _rows_see(ctx, item, part)
         before = first_key(ctx, item, block)
         begin = begin if isinstance(begin, int) else begin - before
-        return Visible(scores.shape[1], end - before, begin).select(
+        return Visible(scores.shape[1], end - before, begin).select_by_row(
             scores, inside=part == 0, fill=fill
         )
 

@@ -71,17 +71,16 @@ class Visible(NamedTuple):
 
         Unlike `keep`, it does not test whether the block needs this: the ends may be by row.
         """
-        ends = (self.begin, self.end)
-        if any(getattr(x, "ndim", 0) for x in ends) and not mosaic.is_interpreted():
-            return self._select_by_row(values, inside, fill)
         number = plgpu.broadcasted_iota(jnp.int32, values.shape, axis, layout=plgpu.Layout.WGMMA)
         is_inside, other = self._contains(number), jnp.float32(fill)
         return (
             jnp.where(is_inside, values, other) if inside else jnp.where(is_inside, other, values)
         )
 
-    def _select_by_row(self, values: jax.Array, inside: bool, fill: float) -> jax.Array:
-        """Compares constants with ends by row: numbers of columns would occupy a register each."""
+    def select_by_row(self, values: jax.Array, *, inside: bool, fill: float) -> jax.Array:
+        """Selects, with ends by row, by constants: columns' numbers would take a register each."""
+        if mosaic.is_interpreted():
+            return self.select(values, inside=inside, fill=fill)
         limits = [self.end] if self._begins_at_0 else [self.end, self.begin]
 
         @inline.code(values, *limits, returns=mma.accumulator_type(values.shape[1]))
