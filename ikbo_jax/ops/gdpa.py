@@ -120,10 +120,10 @@ def gdpa(
         of K; an activation is unknown, or the number of names is not N; `approx` is unknown or
         applies to none of the activations; a scale is not finite in float32, or an array of scales
         not [batch] float32; `logit_cap` is not above 0; a `max_seqlen_*` is not an integer of at
-        least 0; `broadcast_q` is not a bool; both `cu_seqlens_q` and `broadcast_q` are set, or
-        neither; `mask` is no mask, or its arrays have other numbers of rows or sequences;
-        `implementation` is unknown; `config` is of another type, or set with `implementation`
-        "xla".
+        least 0, or `max_seqlen_q` is below T; `broadcast_q` is not a bool; both `cu_seqlens_q` and
+        `broadcast_q` are set, or neither; `mask` is no mask, or its arrays have other numbers of
+        rows or sequences; `implementation` is unknown; `config` is of another type, or set with
+        `implementation` "xla".
       NotImplementedError: implementation="mosaic_gpu", but the kernel cannot run on this device, or
         with these sizes, this dtype, activation or `config`; N, K or H is a symbolic dimension of
         `jax.export` (rows and batches may be symbolic on the XLA path); a third derivative;

@@ -134,7 +134,7 @@ def of_one_user(ctx: Context, x: Any, axis: int) -> Any:
 
     Not if most tokens are the candidate's, as beside a learned token.
     """
-    if not isinstance(x, Concat) or any(map(lineage.has_lineage, x.parts)):
+    if not isinstance(x, Concat) or x.axis == axis or any(map(lineage.has_lineage, x.parts)):
         return x
     parts = tuple(elementwise.of_one_user(ctx, part, axis) for part in x.parts)
     of_user = sum(n for part, n in zip(parts, x.sizes, strict=True) if lineage.has_lineage(part))
