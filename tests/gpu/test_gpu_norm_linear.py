@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import on_gpu
 import pytest
 
 import ikbo_jax as ikbo
@@ -69,9 +70,8 @@ GATED_CASES = {
 }
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("name", GATED_CASES)
-def test_gpu_gated_linear(name: str, dtype: str) -> None:
+def gated_call_of(name: str, dtype: str) -> tuple[Any, tuple[Any, ...]]:
+    """Makes a call of `gated_linear` that takes an implementation, and its arrays."""
     rows, heads, width, features, norm, by_head, concat, has_rest = GATED_CASES[name]
     columns, parts = heads * width, 3 if concat else 1
     rng = np.random.default_rng(rows)
@@ -95,9 +95,26 @@ def test_gpu_gated_linear(name: str, dtype: str) -> None:
         return (ikbo.gated_linear(*arrays, **options),)
 
     u = None if is_plain else draw(rows, heads, width)
-    arrays = u, a, weight, residual, shared, *vectors
+    return call, (u, a, weight, residual, shared, *vectors)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("name", GATED_CASES)
+def test_gpu_gated_linear(name: str, dtype: str) -> None:
+    call, arrays = gated_call_of(name, dtype)
     check(call, arrays)
     check(gradients_of(call), arrays)
+
+
+SANITIZED = """
+import jax, test_gpu_norm_linear as suite
+calls = [suite.call_of(name, "bfloat16") for name in ("least", "widest")]
+calls += [suite.gated_call_of(name, "bfloat16") for name in ("by_head", "product", "plain_wide")]
+for call, arrays in calls:
+    jax.block_until_ready(call("mosaic_gpu", *arrays))
+print("FINISHED")
+"""
+test_linear_sanitizer = on_gpu.sanitizer_test(SANITIZED)
 
 
 def gradients_of(call: Any) -> Any:
