@@ -8,8 +8,8 @@ GRADIENT_MUTANTS = (
     # Gradients in other dtypes, checks, arguments and constraints.
     Mutant(
         "gradients of lookups summed in 16 bits",
-        "values/staged.py",
-        "if is_exact and is_narrow(x):",
+        "values/rows.py",
+        "if staged.is_narrow(x) and (explicit or dtype not in _SUMMED):",
         "if False:",
         (f"{MIXED}::test_the_rounding_rule",),
     ),
@@ -65,8 +65,8 @@ GRADIENT_MUTANTS = (
     Mutant(
         "checkify checks the rewritten program",
         "rules/variants.py",
-        "program = self._exact.original",
-        "program = self._exact.jaxpr",
+        "of = exact.original",
+        "of = exact.jaxpr",
         (f"{FAULTS}::test_checkify_reports_what_the_original_has",),
     ),
     Mutant(

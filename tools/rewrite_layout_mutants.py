@@ -50,23 +50,23 @@ LAYOUT_MUTANTS = (
     # Attention over [history, candidate].
     Mutant(
         "a block hidden where only some of it is",
-        "attention/block_attention.py",
+        "attention/block_masks.py",
         "if any((state == 0).all() for state in states):",
         "if any((state == 0).any() for state in states):",
         blocks("every_mask", "tril"),
     ),
     Mutant(
         "rows without a key not looked for",
-        "attention/block_attention.py",
-        "if not np.all(total):",
-        "if False:",
+        "attention/block_masks.py",
+        "return bool(np.all(total))",
+        "return True",
         blocks("every_mask", "strict", "valid_and_causal"),
     ),
     Mutant(
         "a mask's number that leaves weight",
-        "attention/block_attention.py",
-        "_HIDES = -1e8",
-        "_HIDES = 0.0",
+        "attention/masked_keys.py",
+        "LARGE = -1e8",
+        "LARGE = 0.0",
         blocks("every_mask", "tril"),
     ),
     Mutant(
@@ -78,7 +78,7 @@ LAYOUT_MUTANTS = (
     ),
     Mutant(
         "a query's mask taken for a user's",
-        "attention/block_attention.py",
+        "attention/block_masks.py",
         "if any(x is None or any(n != 1 for n in x.shape[1:-1]) for x in parts):",
         "if any(x is None for x in parts):",
         blocks("every_mask", "banded", "valid_or_self"),
@@ -93,8 +93,8 @@ LAYOUT_MUTANTS = (
     Mutant(
         "a loop's product taken for the same in every iteration",
         "values/hoisting.py",
-        "(variables or only_constants) and known.issuperset(variables)",
-        "(variables or only_constants) and not known.isdisjoint(variables)",
+        "known.issuperset(variables) and not eqn.effects",
+        "not known.isdisjoint(variables) and not eqn.effects",
         layouts("mapped_over_candidates"),
     ),
     Mutant(
@@ -108,8 +108,8 @@ LAYOUT_MUTANTS = (
     Mutant(
         "positions of other rows taken for the same rows'",
         "rules/positions.py",
-        "return positions.shape[dim] == count and bool(np.all(positions == expected))",
-        "return positions.shape[dim] == count",
+        "and width == 1 and proofs.counts_along(ctx, part, dim):",
+        "and width == 1:",
         lookups("positions of other rows"),
     ),
     Mutant(
