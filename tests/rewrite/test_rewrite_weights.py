@@ -253,6 +253,7 @@ MASKED_AGAIN = (
     "jnp.where(at < 4, softmax(x + of_user(jnp.where(m, 0, jnp.nan))), 0)",
     "over(jnp.where(M, softmax(x + of_user(jnp.where(m, 0, jnp.nan))), 0), 0)",
     "over(jnp.where(at < 4, softmax(x + of_user(jnp.where(m, 0, jnp.nan))), 0), 1e-9)",
+    "over(jnp.where(at > 0, softmax(x + of_user(jnp.where(m | (at < 1), -ages, -inf))), 0), 0)",
 )
 
 

@@ -124,7 +124,11 @@ def _attend(ctx: Context, weights: Weights, value: jax.Array, kept: jax.Array | 
     if weights.divided[1] == 0:
         fill = Fill(-math.inf, kept=kept, lengths=fills[0].lengths if fills else None)
         masked = dataclasses.replace(root, fills=(fill,))
-        return masked_keys.attend(ctx, dataclasses.replace(of, root=masked), value)
+        out = masked_keys.attend(ctx, dataclasses.replace(of, root=masked), value)
+        if root.bias is not None:
+            # 0 over a sum of 0 also makes the gradients of hidden keys NaN.
+            ctx.run_original_if(jnp.any(biases.nan_rows(root.bias, masked.fills)))
+        return out
     if fills and fills[0].value <= masked_keys.LARGE:
         # The sum of a row is 1, or 0.
         how, number = weights.divided
