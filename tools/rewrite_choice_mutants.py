@@ -41,9 +41,9 @@ CHOICE_MUTANTS = (
     ),
     Mutant(
         "masked rows stay NaN",
-        "attention/weighted_values.py",
-        "zero = ~jnp.any(kept, axis=1)",
-        "zero = None",
+        "attention/masked_keys.py",
+        "nan = users[:, None] if shown is None else users[:, None] & shown",
+        "nan = users[:, None]",
         _weights("jnp.where(M, softmax(infinite), 0)"),
     ),
     Mutant(

@@ -235,7 +235,7 @@ MUTANTS = (
     Mutant(
         "NaN of a row without keys removed",
         "attention/masked_keys.py",
-        "return jnp.where(operands.of_user(nan)[..., None, None], _nan_of(operands, nan), out)",
+        "return _with_nan_rows(operands, empty, shown, out)",
         "return out",
         decisions("no keys"),
     ),

@@ -153,6 +153,7 @@ OF_HEADS = {
     "softmax(infinite) * M * per_head": True,
     "jnp.where(M, nn.relu(x), 0) * per_head": True,
     "jnp.where(by_head, softmax(x), 0)": True,
+    "jnp.where(by_head, softmax(x + of_user(jnp.where(m, -ages, -inf))), 0)": True,
     "nn.softmax(x, axis=-1, where=M)": True,
     "over(jnp.exp(x) * M, 0.3)": True,
     "over(jnp.where(jnp.broadcast_to(M, x.shape), jnp.exp(x), 0), 0)": True,
@@ -241,11 +242,28 @@ def test_a_bias_of_half_precision(dtype: str) -> None:
     assert_same([case])
 
 
-def test_another_mask_shows_keys_of_a_user_without_keys() -> None:
-    """Where the values are NaN, so are the cotangents of most losses."""
-    case = mixed("jnp.where(other, softmax(infinite), 0)", "float32", None)
-    assert is_by_the_op(case)
-    check_values_and_gradients(case.fn, *case.args)
+#: Weights of which another mask hides some after the softmax.
+MASKED_AGAIN = (
+    "jnp.where(other, softmax(infinite), 0)",
+    "jnp.where(at > 0, by_log(jnp.where(at < 3, infinite, -inf)), 0) / (1 + N)",
+    "jnp.where(other, softmax(infinite) * age, 0)",
+    "jnp.where(other, softmax(jnp.where(M, x - 0.1 * age, -inf)), 0)",
+    "jnp.where(other, softmax(x + of_user(jnp.where(m, -ages, -inf))), 0)",
+    "jnp.where(M, softmax(x + of_user(jnp.where(m, -ages, -inf))), 0)",
+    "jnp.where(at < 4, softmax(x + of_user(jnp.where(m, 0, jnp.nan))), 0)",
+    "over(jnp.where(M, softmax(x + of_user(jnp.where(m, 0, jnp.nan))), 0), 0)",
+    "over(jnp.where(at < 4, softmax(x + of_user(jnp.where(m, 0, jnp.nan))), 0), 1e-9)",
+    "over(jnp.where(at > 0, softmax(x + of_user(jnp.where(m | (at < 1), -ages, -inf))), 0), 0)",
+)
+
+
+@pytest.mark.parametrize("text", MASKED_AGAIN)
+def test_another_mask_shows_keys_of_a_user_without_keys(text: str) -> None:
+    """The weight of a shown key is NaN, that of a hidden one 0, also in the values' gradients."""
+    one = mixed(text, "float32", None)
+    assert is_by_the_op(one)
+    check_values_and_gradients(one.fn, *one.args)
+    assert_same([one, mixed(text), mixed(text, "float32", False)])
 
 
 @pytest.mark.parametrize(

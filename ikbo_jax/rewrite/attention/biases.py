@@ -81,16 +81,19 @@ def _arranged(base: jax.Array, scores: Scores) -> jax.Array:
     return flat
 
 
-def with_nan(bias: jax.Array, fills: Sequence[Fill], zero: jax.Array | None) -> jax.Array:
-    """Adds NaN to the rows of a bias whose softmax is NaN: all kept keys have the bias -inf.
+def nan_rows(bias: jax.Array, fills: Sequence[Fill]) -> jax.Array:
+    """Marks the rows [users, heads or 1, queries or 1, 1] with kept keys whose bias makes them NaN.
 
-    The op gives such rows 0. `zero`: see `masked_keys.attend`.
+    A kept key has the bias NaN or infinity, or all kept keys have the bias -inf.
     """
-    logits, some = bias, jnp.ones(bias.shape[:1], bool)
+    some = jnp.ones(bias.shape[:1], bool)
     for fill in fills:
-        kept = fill.kept[:, None, None]
-        logits = jnp.where(kept, logits, jnp.asarray(fill.value, bias.dtype))
+        bias = jnp.where(fill.kept[:, None, None], bias, jnp.asarray(fill.value, bias.dtype))
         some = some & jnp.any(fill.kept, axis=1)
-    some = some if zero is None else some & ~zero
-    dead = jnp.all(logits == -jnp.inf, axis=3, keepdims=True) & some[:, None, None, None]
-    return bias + jnp.where(dead, jnp.nan, 0.0).astype(bias.dtype)
+    largest = jnp.max(bias, axis=3, keepdims=True)
+    return ~jnp.isfinite(largest) & some[:, None, None, None]
+
+
+def with_nan(bias: jax.Array, fills: Sequence[Fill]) -> jax.Array:
+    """Adds NaN to the rows of a bias whose softmax is NaN, since the op gives 0 to rows of -inf."""
+    return bias + jnp.where(nan_rows(bias, fills), jnp.nan, 0.0).astype(bias.dtype)

@@ -63,13 +63,14 @@ def attend(
     ctx: Context,
     scores: Scores,
     value: jax.Array,
-    zero: jax.Array | None = None,
+    shown: jax.Array | None = None,
     nan_is_zero: bool = False,
 ) -> jax.Array:
     """Attends by `scores` to values [users, keys, *heads, width].
 
-    Its shape is [batch, *queries, *heads, width]. Rows of the users `zero`, whose values must be 0,
-    are 0, also if their attention weights are NaN; with `nan_is_zero`, all such rows are.
+    Its shape is [batch, *queries, *heads, width]. Keys that are not `shown` [users, keys], whose
+    values must be 0, have the weight 0 also in rows whose softmax is NaN. With `nan_is_zero`, such
+    rows are 0.
     """
     root = scores.root
     operands = Operands.of(root, value)._replace(nan_is_zero=nan_is_zero)
@@ -80,7 +81,7 @@ def attend(
         if any(fill.seen is not None for fill in fills):
             raise NotCovered("attention is not recognised: a bias, and a mask that is not by user")
         if not nan_is_zero:
-            operands = operands._replace(bias=with_nan(operands.bias, fills, zero))
+            operands = operands._replace(bias=with_nan(operands.bias, fills))
         elif ctx.differentiated:
             raise NotCovered("attention is not recognised: a bias, and weights of NaN become 0")
         else:
@@ -89,15 +90,15 @@ def attend(
     if not fills:
         out = operands.attend()
     elif any(fill.seen is not None for fill in fills):
-        if zero is not None:
+        if shown is not None:
             raise NotCovered("attention is not recognised: its weights are masked again")
         out = _by_row(ctx, operands, fills)
     elif fills[0].added is not None:
-        if nan_is_zero or zero is not None and fills[0].value == -math.inf:
+        if nan_is_zero or shown is not None and fills[0].value == -math.inf:
             raise NotCovered("attention is not recognised: weights that are NaN become 0")
         out = _added(ctx, operands, fills[0])
     else:
-        out = _replaced(operands, fills, zero)
+        out = _replaced(operands, fills, shown)
     return _with_dims(root, out)
 
 
@@ -155,7 +156,7 @@ def _as_exponentiated(fill: Fill, scores: Scores) -> Fill:
     return fill
 
 
-def _replaced(operands: Operands, fills: list[Fill], zero: jax.Array | None) -> jax.Array:
+def _replaced(operands: Operands, fills: list[Fill], shown: jax.Array | None) -> jax.Array:
     kept, lengths = _all_kept(fills)
     by_length = len(fills) == 1 and fills[0].lengths is not None
     ordered = operands if by_length else operands.ordered(kept)
@@ -165,8 +166,7 @@ def _replaced(operands: Operands, fills: list[Fill], zero: jax.Array | None) -> 
         out = ordered.attend(lengths)
         if operands.nan_is_zero:
             return out
-        nan = empty if zero is None else empty & ~zero
-        return jnp.where(operands.of_user(nan)[..., None, None], _nan_of(operands, nan), out)
+        return _with_nan_rows(operands, empty, shown, out)
     if len(values) == 1 and -math.inf < min(values) <= _UNREACHABLE and operands.bias is None:
         return _uniform_where(ordered, empty, lengths)
     if operands.nan_is_zero:
@@ -179,9 +179,7 @@ def _replaced(operands: Operands, fills: list[Fill], zero: jax.Array | None) -> 
     infinite = jnp.zeros_like(kept)
     for fill in fills:
         infinite = jnp.where(fill.kept, infinite, fill.value == -math.inf)
-    nothing = jnp.all(infinite, axis=1)
-    nothing = nothing if zero is None else nothing & ~zero
-    return jnp.where(operands.of_user(nothing)[..., None, None], _nan_of(operands, nothing), merged)
+    return _with_nan_rows(operands, jnp.all(infinite, axis=1), shown, merged)
 
 
 def _all_kept(fills: list[Fill]) -> tuple[jax.Array, jax.Array]:
@@ -198,11 +196,17 @@ def _uniform_where(operands: Operands, empty: jax.Array, lengths: jax.Array) -> 
     return operands._replace(key=key).attend(jnp.where(empty, operands.key.shape[1], lengths))
 
 
-def _nan_of(operands: Operands, users: jax.Array) -> jax.Array:
-    """Returns NaN for these users, with the gradient that NaN weights give to their values."""
-    total = jnp.sum(operands.value, axis=1, dtype=jnp.float32)
-    weight = jnp.where(users, jnp.nan, 0.0)[:, None, None]
-    return operands.of_user((total * weight).astype(operands.value.dtype))
+def _with_nan_rows(
+    operands: Operands, users: jax.Array, shown: jax.Array | None, out: jax.Array
+) -> jax.Array:
+    """Replaces rows of users by sums with the weight NaN of each shown key, and 0 of the others.
+
+    So NaN reaches the gradients of shown keys' values alone.
+    """
+    nan = users[:, None] if shown is None else users[:, None] & shown
+    weight = jnp.where(nan, jnp.nan, 0.0)[..., None, None].astype(operands.value.dtype)
+    rows = operands.of_user(jnp.sum(operands.value * weight, axis=1))
+    return jnp.where(operands.of_user(users)[..., None, None], rows, out)
 
 
 def _masked_part(operands: Operands, fills: list[Fill]) -> tuple[jax.Array, jax.Array]:

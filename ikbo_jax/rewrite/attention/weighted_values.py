@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ikbo_jax.rewrite.attention import masked_keys
+from ikbo_jax.rewrite.attention import biases, masked_keys
 from ikbo_jax.rewrite.attention.scores import Fill, Scores
 from ikbo_jax.rewrite.facts import proofs
 from ikbo_jax.rewrite.interpret import Context
@@ -75,6 +75,12 @@ def attend(ctx: Context, weights: Weights, value: jax.Array, activation: Any) ->
     if kept is not None:
         # As a weight of 0 times the value, in value and gradient, also if these are NaN.
         value = value * kept[..., None].astype(value.dtype)
+    nan, by_user = None, all(fill.seen is None for fill in root.fills)
+    if root.bias is not None and masks and by_user and not weights.nan_is_zero:
+        # The weights of such rows are NaN and 0, and the gradients of their logits are NaN.
+        nan = biases.nan_rows(root.bias, root.fills)
+        root = dataclasses.replace(root, bias=jnp.where(nan, 0, root.bias))
+        weights = dataclasses.replace(weights, of=dataclasses.replace(weights.of, root=root))
     if activation is not None:
         if kept is not None:
             # A key that is hidden may be NaN.
@@ -84,22 +90,22 @@ def attend(ctx: Context, weights: Weights, value: jax.Array, activation: Any) ->
     else:
         nan_remains = weights.divided is not None and weights.divided[1] == 0
         out = _attend(ctx, weights, unmasked if nan_remains else value, kept)
+        if nan is not None:
+            ctx.run_original_if(jnp.any(nan))
     return out if weights.scale == 1 else (out * weights.scale).astype(out.dtype)
 
 
 def _attend(ctx: Context, weights: Weights, value: jax.Array, kept: jax.Array | None) -> jax.Array:
     root, fills = weights.of.root, weights.of.root.fills
     users, keys = value.shape[:2]
-    zero = None
     if kept is not None and any(n != 1 for n in kept.shape[2:]):
         if fills or weights.divided:
             raise NotCovered("attention is not recognised: its weights are masked by head")
         kept = None
     if kept is not None:
         kept = jnp.broadcast_to(kept.reshape(kept.shape[:2]), (users, keys))
-        zero = ~jnp.any(kept, axis=1)
     if weights.divided is None:
-        return masked_keys.attend(ctx, weights.of, value, zero, weights.nan_is_zero)
+        return masked_keys.attend(ctx, weights.of, value, kept, weights.nan_is_zero)
     if any(fill.seen is not None for fill in fills):
         raise NotCovered("attention is not recognised: weights over their sum")
     if kept is None and not weights.unnormalised or weights.factors or weights.nan_is_zero:
@@ -118,11 +124,15 @@ def _attend(ctx: Context, weights: Weights, value: jax.Array, kept: jax.Array | 
     if weights.divided[1] == 0:
         fill = Fill(-math.inf, kept=kept, lengths=fills[0].lengths if fills else None)
         masked = dataclasses.replace(root, fills=(fill,))
-        return masked_keys.attend(ctx, dataclasses.replace(of, root=masked), value)
+        out = masked_keys.attend(ctx, dataclasses.replace(of, root=masked), value)
+        if root.bias is not None:
+            # 0 over a sum of 0 also makes the gradients of hidden keys NaN.
+            ctx.run_original_if(jnp.any(biases.nan_rows(root.bias, masked.fills)))
+        return out
     if fills and fills[0].value <= masked_keys.LARGE:
         # The sum of a row is 1, or 0.
         how, number = weights.divided
-        out = masked_keys.attend(ctx, of, value, zero)
+        out = masked_keys.attend(ctx, of, value, kept)
         total = 1 + number if how == "add" else max(1.0, number)
         return out if total == 1 else (out / total).astype(out.dtype)
     return masked_keys.renormalised(root, value, kept, weights.divided, True)
