@@ -75,9 +75,11 @@ class WeightGradientConfig(Config):
 class LinearCompressionBackwardConfig(Config):
     """Tuning parameters of all kernels of linear compression's gradient.
 
-    `embeddings` are of the forward kernels that multiply each level's cotangents by a transposed
-    weight, which nobody tunes for the gradient; `weight` of the kernel for the weights' gradients
-    of all levels, of which rows of the dispatch table are.
+    Attributes:
+      embeddings: for each level, the configuration of the forward kernel that multiplies its
+        cotangents by the transposed weight; always the default.
+      weight: the configuration of the kernel for the gradients of all weights. It is tuned, and
+        rows of the dispatch table hold it.
     """
 
     embeddings: tuple[EmbeddingConfig, ...]

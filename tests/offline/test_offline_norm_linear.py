@@ -15,7 +15,7 @@ from ikbo_jax.reference.norm_linear import Gate, Norm
 
 pytestmark = pytest.mark.slow
 
-#: As those of the interpreted kernels, without a configuration.
+#: The options of the interpreted kernels without their configuration.
 CASES = {
     "hstu": (100_000, 512, ((4, 128),) * 4, "layer", "bfloat16", True),
     "rms_partial_blocks_f16": (1000, 264, ((200,), (4, 128)), "rms", "float16", False),

@@ -242,7 +242,7 @@ def test_a_bias_of_half_precision(dtype: str) -> None:
     assert_same([case])
 
 
-#: Weights of which another mask hides some after the softmax.
+#: Programs with a second mask, which hides some weights after the softmax.
 MASKED_AGAIN = (
     "jnp.where(other, softmax(infinite), 0)",
     "jnp.where(at > 0, by_log(jnp.where(at < 3, infinite, -inf)), 0) / (1 + N)",
