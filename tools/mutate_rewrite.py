@@ -59,7 +59,7 @@ def first_failure(mutant: Mutant | None, tests: tuple[str, ...]) -> str:
     """The first test that fails with a mutant, or without any if None; "" if all tests pass."""
     with tempfile.TemporaryDirectory() as folder:
         copy = pathlib.Path(folder)
-        for name in ("ikbo_jax", "tests"):
+        for name in ("ikbo_jax", "tests", "examples", "docs"):
             shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
         shutil.copy(ROOT / "pyproject.toml", copy)
         if mutant is not None:

@@ -339,10 +339,7 @@ MUTANTS = (
         "rules/elementwise.py",
         "if all(x.sizes == whole[0].sizes for x in whole):",
         "if whole:",
-        (
-            *lookups("different parts"),
-            f"{DECISIONS}::test_different_parts_are_left_for_that_reason",
-        ),
+        lookups("different parts"),
     ),
     Mutant(
         "two lookups in one elementwise equation treated as one",
