@@ -49,10 +49,10 @@ LAYOUT_MUTANTS = (
     ),
     # Attention over [history, candidate].
     Mutant(
-        "a block hidden where only some of it is",
+        "a block kept where only some of it is",
         "attention/block_masks.py",
-        "if any((state == 0).all() for state in states):",
-        "if any((state == 0).any() for state in states):",
+        "return all((self._cut(x.state, query, key) == 1).all() for x in self.root.fills)",
+        "return all((self._cut(x.state, query, key) == 1).any() for x in self.root.fills)",
         blocks("every_mask", "tril"),
     ),
     Mutant(

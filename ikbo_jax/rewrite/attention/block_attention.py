@@ -91,12 +91,12 @@ class Call(BlockMasks):
     def attended(self, query: Part) -> Any:
         """Returns the result of some queries: [batch, *queries, *heads, width]."""
         live = self._live(query)
-        states = {id(key): self._state(query, key) for key in live}
+        is_kept = {id(key): self._is_kept(query, key) for key in live}
         is_whole = sum(key.stop - key.start for key in live) == self.keys[-1].stop
         users = lineage_of(query.value)
         at_users = users is not None and all(self.of_users(key, users) for key in live)
         finite = any(fill.value > -math.inf for fill in self.root.fills)
-        keeps_keys = self._keeps_keys(query, live, states)
+        keeps_keys = self._keeps_keys(query, live, is_kept)
         shape = list(shape_of(query.value))
         kept = None
         if users is not None and at_users and not keeps_keys and (finite or not is_whole):
@@ -106,14 +106,14 @@ class Call(BlockMasks):
         if self.ctx.programs.unread and self.keys is self.all_keys:
             self.keys = list(map(self._read, self.keys))
             live = self._live(query)
-            states = {id(key): self._state(query, key) for key in live}
+            is_kept = {id(key): self._is_kept(query, key) for key in live}
         if users is not None and at_users:
             out = self._at_user_batch(query, live, users, kept is not None)
             shape[-1] = out.shape[-1]
             out = staged.reshape(out, (out.shape[0], *shape[1:]))
             out = out if kept is None else unread.unread_rows(out, kept)
             return Lazy(out, tuple(shape), users, 0, lineage.origins_of(query.value))
-        out = self._at_candidate_batch(query, live, states, keeps_keys)
+        out = self._at_candidate_batch(query, live, is_kept, keeps_keys)
         shape[-1] = out.shape[-1]
         return staged.reshape(out, shape)
 
@@ -153,7 +153,7 @@ class Call(BlockMasks):
         base = self._of_users(query, users)
         all_keys = lineage.joined([self.user_rows(key.value, users) for key in live], 1)
         all_values = lineage.joined([self.user_rows(key.values, users) for key in live], 1)
-        is_masked = any(self._state(query, key) != 1 for key in live)
+        is_masked = not all(self._is_kept(query, key) for key in live)
         fills = self.root.fills if is_masked else ()
         logits = masked_logits(
             base,
@@ -176,7 +176,7 @@ class Call(BlockMasks):
         return self.flat(base, math.prod(self.sizes))
 
     def _at_candidate_batch(
-        self, query: Part, live: list[Part], states: dict[int, int], keeps_keys: bool
+        self, query: Part, live: list[Part], is_kept: dict[int, bool], keeps_keys: bool
     ) -> jax.Array:
         """Attends to keys of users and to own keys: [batch, queries, heads, width]."""
         of_query = lineage_of(query.value)
@@ -194,7 +194,7 @@ class Call(BlockMasks):
         for users in [x for x, keys in groups.items() if self._bias_differs(query, keys, x)]:
             # As a bias of the time between the candidate and each event.
             own += groups.pop(users)
-        own_kept = all(states[id(key)] == 1 for key in own)
+        own_kept = all(is_kept[id(key)] for key in own)
         own_rows = self._all_rows(own, None) if own else None
         outs: list[tuple[jax.Array, jax.Array]] = []
         takes_own = False
@@ -202,7 +202,7 @@ class Call(BlockMasks):
             assert users is not None
             lengths = None
             kept, seen = None, None
-            if any(states[id(key)] != 1 for key in keys):
+            if not all(is_kept[id(key)] for key in keys):
                 kept, seen = self._visible(query, keys, users)
             bias = self._bias(query, keys, users)
             if bias is not None:

@@ -53,12 +53,9 @@ class BlockMasks:
         rows, values = (slice_along(x, first, last, 1) for x in (key.value, key.values))
         return Part(rows, key.start + first, key.start + last, values)
 
-    def _state(self, query: Part, key: Part) -> int:
-        """Whether a block is hidden (0) or no mask hides any of it (1), or `masks.UNKNOWN`."""
-        states = [self._cut(fill.state, query, key) for fill in self.root.fills]
-        if any((state == 0).all() for state in states):
-            return 0
-        return 1 if all((state == 1).all() for state in states) else masks.UNKNOWN
+    def _is_kept(self, query: Part, key: Part) -> bool:
+        """Whether no mask hides any of a block."""
+        return all((self._cut(x.state, query, key) == 1).all() for x in self.root.fills)
 
     def _cut(self, x: np.ndarray, query: Part, key: Part) -> np.ndarray:
         index = [slice(None)] * x.ndim
@@ -68,9 +65,9 @@ class BlockMasks:
             index[-1] = slice(key.start, key.stop)
         return x[tuple(index)]
 
-    def _keeps_keys(self, query: Part, live: list[Part], states: dict[int, int]) -> bool:
+    def _keeps_keys(self, query: Part, live: list[Part], is_kept: dict[int, bool]) -> bool:
         """Whether every query provably keeps a key."""
-        if any(states[id(key)] == 1 for key in live):
+        if any(is_kept[id(key)] for key in live):
             return True
         total: Any = False
         for key in live:
