@@ -19,7 +19,9 @@ Synchronisations:
   3. `rows.ready[s]`    the same for a block of rows: consumers write to it, as generic accesses,
      `rows.free[s]`     before WGMMA reads it (a proxy fence and a barrier of the warpgroup), and
                         free it after the last tile's WGMMAs.
-  4. `staging`          `commit_smem` before a TMA store, `wait_smem_to_gmem` before the next write.
+  4. a warp's barrier   between the sums of its rows, whose first numbers all lanes of a row read,
+                        and their normalisation.
+  5. `staging`          `commit_smem` before a TMA store, `wait_smem_to_gmem` before the next write.
 """
 
 import dataclasses
@@ -35,7 +37,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ikbo_jax.pallas.activations.values import activate
-from ikbo_jax.pallas.hopper import mma, operand_tiles
+from ikbo_jax.pallas.hopper import mma, mosaic, operand_tiles
 from ikbo_jax.pallas.hopper.launch import Roles, launch
 from ikbo_jax.pallas.linear import row_statistics, rows
 from ikbo_jax.pallas.linear.items import ItemContext
@@ -238,6 +240,8 @@ def _statistics(ctx: NormLinearContext, first: Any) -> rows.Statistics:
     sums = lax.fori_loop(1, max(whole, 1), add_next, sums)
     if whole and rest:
         sums = add_next(whole, sums, rest)
+    # All lanes have read a row's first number before one of them normalises it in place.
+    mosaic.synchronise_warp()
     return rows.statistics(sums, shape.features, shape.norm.eps)
 
 
