@@ -136,13 +136,13 @@ MUTANTS = (
     Mutant(
         "stop_gradient accepted anywhere",
         "attention/scores.py",
-        'if x.stage != "max":\n        raise NotCovered(f"attention is not recognised: stop',
-        'if x.stage is None:\n        raise NotCovered(f"attention is not recognised: stop',
+        "if x.stage != _KEEP_ONE_STAGE.get(eqn.primitive.name, x.stage):",
+        "if x.stage is None:",
         decisions("stopped probabilities"),
     ),
     Mutant(
         "sum over another axis accepted",
-        "attention/scores.py",
+        "attention/changed_weights.py",
         "if stage is None or kinds.count(KEY) != 1 or any(",
         "if stage is None or False and any(",
         decisions("softmax over a dimension of one"),
@@ -200,15 +200,15 @@ MUTANTS = (
     Mutant(
         "mask by candidate accepted",
         "attention/logit_masks.py",
-        "if n != 1 and scores.labels[d][0] == BATCH and d != mask.axis:",
-        "if False and scores.labels[d][0] == BATCH and d != mask.axis:",
+        "if n != 1 and kind == BATCH and d != axis:",
+        "if False and kind == BATCH and d != axis:",
         left("mask by candidate"),
     ),
     Mutant(
         "mask by query accepted",
         "attention/logit_masks.py",
-        "if n != 1 and scores.labels[d][0] not in (BATCH, KEY):",
-        "if False and scores.labels[d][0] not in (BATCH, KEY):",
+        "if n != 1 and kind not in (BATCH, *kinds):",
+        "if False and kind not in (BATCH, *kinds):",
         left("mask by query"),
     ),
     Mutant(
@@ -270,8 +270,8 @@ MUTANTS = (
     Mutant(
         "an interval counts as the first keys",
         "facts/masks.py",
-        "return bool(_found(ctx, mask, keeps, dim) & _FIRST)",
-        "return bool(_found(ctx, mask, keeps, dim) & _INTERVAL)",
+        "return _found(ctx, mask, keeps, dim) in (_FIRST, _EQUAL)",
+        "return _found(ctx, mask, keeps, dim) in (_INTERVAL, _FIRST, _EQUAL)",
         (*facts("lengths"), *decisions("lengths, above")),
     ),
     Mutant(

@@ -187,23 +187,6 @@ def is_along_one(value: Any, size: int) -> bool:
     return [n for n in np.shape(base_of(value)) if n != 1] == [size] * (size != 1)
 
 
-def moved_dims(eqn: Any, operand: Any, result: Any) -> dict[int | None, int] | None:
-    """Maps dimensions of an equation in `MOVES` to its operand's; None if elements are rearranged.
-
-    Dimensions along which all elements are equal may be missing.
-    """
-    name, params = eqn.primitive.name, eqn.params
-    if name == "broadcast_in_dim":
-        return {d: n for n, d in enumerate(params["broadcast_dimensions"])}
-    if name == "transpose":
-        return dict(enumerate(params["permutation"]))
-    before, after = (np.shape(base_of(x)) for x in (operand, result))
-    if [n for n in before if n != 1] != [n for n in after if n != 1]:
-        return None
-    own, others = ([d for d, n in enumerate(x) if n != 1] for x in (before, after))
-    return dict(zip(others, own, strict=True))
-
-
 def within(ctx: Any, value: Any, low: int, high: Any) -> bool:
     """Whether all elements are proven to lie in [low, high]."""
     bounds = interval(ctx, value)

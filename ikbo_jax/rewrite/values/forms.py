@@ -53,8 +53,7 @@ def with_all_inside(values: Sequence[Any]) -> list[Any]:
     found = list(values)
     # The loop appends to the list that it iterates over.
     for x in found:
-        if isinstance(x, (Concat, Reshaped)):
-            found += inside_of(x)
+        found += inside_of(x)
     return found
 
 

@@ -163,6 +163,13 @@ def base_of(value: Any) -> Any:
     return value.base if type(value) is Lazy else value
 
 
+def of_bases(fn: Callable[[Any], Any], x: Any) -> Any:
+    """Applies an elementwise function to an array, or to the bases of the parts of a value."""
+    if isinstance(x, Concat):
+        return Concat(tuple(of_bases(fn, part) for part in x.parts), x.axis)
+    return dataclasses.replace(x, base=fn(x.base)) if isinstance(x, Lazy) else fn(x)
+
+
 def origins_of(*values: Any) -> frozenset:
     """Returns the broadcasts that any of the values stems from."""
     found: frozenset | None = None

@@ -14,7 +14,7 @@ import numpy as np
 from jax import lax
 from jax.extend import core
 
-from ikbo_jax.rewrite.values.kept_dims import kept_dims
+from ikbo_jax.rewrite.values.equations import kept_dims
 
 _ZERO, _FREE = "zero", "free"
 #: What is known of a value: the rows' axis of a linear value, or one of the above.

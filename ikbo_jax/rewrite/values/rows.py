@@ -27,8 +27,7 @@ from ikbo_jax.ops.by_xla import jaxpr_primitive
 from ikbo_jax.ops.look_up import segment_sum
 from ikbo_jax.ops.sharded import vary_over_same_axes
 from ikbo_jax.rewrite.values import staged
-from ikbo_jax.rewrite.values.checked import Checked, CheckedPrimitive
-from ikbo_jax.rewrite.values.jaxprs import trace
+from ikbo_jax.rewrite.values.jaxprs import Checked, CheckedPrimitive, trace
 
 _FLOAT32 = np.dtype(np.float32)
 _SUMMED = frozenset([_FLOAT32, np.dtype(jnp.bfloat16), np.dtype(np.float16)])

@@ -1,4 +1,4 @@
-"""The arrays and lineages that a rewritten program has computed, scope by scope."""
+"""What a rewritten program has computed, scope by scope: arrays, lineages, producing equations."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import export, lax
 from jax.extend import core
 
@@ -178,3 +179,77 @@ class Scope:
         """Returns identities of the lineages of this scope and of the scopes that enclose it."""
         outer = self.parent.lineages() if self.parent is not None else set()
         return outer | {id(lineage) for _, lineage in self._lineages.values()}
+
+
+class Provenance:
+    """Records the producing equations of one scope's values, and searches enclosing scopes next.
+
+    Attributes:
+      asked_hidden: the identities of the values for whose producing equation a rule asked although
+        it is hidden from this scope (`hide`).
+    """
+
+    def __init__(self, parent: Provenance | None = None) -> None:
+        self.asked_hidden: set[int] = set()
+        # The scopes around this one, from the inside.
+        self._outer: tuple[Provenance, ...] = (parent, *parent._outer) if parent else ()
+        # By identity of the result; entries hold the result, so that its identity stays unique.
+        self._producers: dict[int, tuple[core.JaxprEqn, Sequence[Any], Any]] = {}
+        self._producer_hidden: dict[int, tuple[Any, str]] = {}
+
+    def producer(
+        self, value: Any, names: Sequence[str] | None = None
+    ) -> tuple[core.JaxprEqn, Sequence[Any]] | None:
+        """Returns the producing equation of a value, and its operands; None if unknown.
+
+        With `names`, only an equation of one of these primitives. A rule names the primitives if it
+        does without a hidden producing equation, unless `hide` says that the equation is one of a
+        primitive in `names`.
+        """
+        key = id(value)
+        for provenance in (self, *self._outer):
+            if key in provenance._producers:
+                eqn, operands, _ = provenance._producers[key]
+                return (eqn, operands) if names is None or eqn.primitive.name in names else None
+            hidden = provenance._producer_hidden.get(key)
+            if hidden is not None and (names is None or hidden[1] in names):
+                provenance.asked_hidden.add(key)
+        return None
+
+    def cast_mask(self, value: Any) -> Any:
+        """Returns the booleans that a value of floating-point numbers is the cast of, or None."""
+        produced = self.producer(value, ("convert_element_type",))
+        if produced is None or getattr(produced[1][0], "dtype", None) != np.bool_:
+            return None
+        return produced[1][0] if jnp.issubdtype(value.dtype, jnp.floating) else None
+
+    def primitive(self, value: Any) -> str | None:
+        """Names the primitive that computes a value, also if its producing equation is hidden.
+
+        "" if `hide` does not name it; None if the value has no producing equation.
+        """
+        for provenance in (self, *self._outer):
+            if id(value) in provenance._producers:
+                return provenance._producers[id(value)][0].primitive.name
+            if id(value) in provenance._producer_hidden:
+                return provenance._producer_hidden[id(value)][1]
+        return None
+
+    def record(
+        self, eqn: core.JaxprEqn, results: Sequence[Any], operands: Sequence[Any] = ()
+    ) -> None:
+        """Records the producing equation of values that have none yet.
+
+        So the producing equation of a call's result is the equation inside the call.
+        """
+        for result in results:
+            key = id(result)
+            if key not in self._producers:
+                self._producers[key] = (eqn, operands, result)
+
+    def hide(self, value: Any, name: str = "") -> None:
+        """Records that a value has a producing equation outside, which this scope does not see.
+
+        `name` is the primitive of this equation, if `producer` with it must count as asking for it.
+        """
+        self._producer_hidden[id(value)] = value, name
