@@ -105,15 +105,15 @@ MUTANTS = (
     Mutant(
         "negative linear factor dropped",
         "facts/curves.py",
-        "        return -1.0\n",
-        "        return 1.0\n",
+        "        return -slope\n",
+        "        return slope\n",
         facts("activations_with_their_scales"),
     ),
     Mutant(
         "stop_gradient keeps the slope in curves",
         "facts/curves.py",
         '"stop_gradient": lambda x: Dual(x.value),',
-        '"stop_gradient": _same,',
+        '"stop_gradient": lambda x: x,',
         facts(
             "activations_of_another_slope", "values_and_slopes_of_a_curve_are_those_of_jax[stop]"
         ),
@@ -277,7 +277,7 @@ MUTANTS = (
     Mutant(
         "any positions count as arange",
         "facts/proofs.py",
-        "return positions.shape[dim] == shape[dim] and bool(np.all(positions == expected))",
+        "return bool(np.all(found == positions(shape, dim)))",
         "return True",
         facts("positions_count_up_only_if_they_are_0_1_2"),
     ),

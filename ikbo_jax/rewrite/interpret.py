@@ -31,10 +31,9 @@ from ikbo_jax.rewrite.values.equations import (
 )
 from ikbo_jax.rewrite.values.jaxprs import interpret
 from ikbo_jax.rewrite.values.lineage import Deferred, is_plain, origins_of
-from ikbo_jax.rewrite.values.program_cache import ProgramCache
 from ikbo_jax.rewrite.values.registry import NotCovered, applies_to_arrays, rule_of
 from ikbo_jax.rewrite.values.rows import gathered
-from ikbo_jax.rewrite.values.scope import Provenance, Scope
+from ikbo_jax.rewrite.values.scope import ProgramCache, Provenance, Scope
 from ikbo_jax.rewrite.values.staged import TRACER
 
 

@@ -18,7 +18,6 @@ from ikbo_jax.ops.attention import merge_attention
 from ikbo_jax.rewrite.attention import masked_keys
 from ikbo_jax.rewrite.attention.block_masks import BlockMasks, joined
 from ikbo_jax.rewrite.attention.blocks import (
-    Blocks,
     Part,
     arranged,
     lineage_of,
@@ -50,16 +49,12 @@ from ikbo_jax.rewrite.values.rows import take_rows
 FEW_KEYS = 64
 
 
-def product(
-    ctx: Context, eqn: Any, lhs: Any, rhs: Any, scores: Scores, pointwise: type[Call]
-) -> Any:
-    """Returns the product of attention weights with the values of the same tokens.
+def product(ctx: Context, eqn: Any, scores: Scores, side: int, value: Any, kind: type[Call]) -> Any:
+    """Returns the product of attention weights, the operand `side`, with values of the same tokens.
 
-    `pointwise` is the `Call` of weights that are no probabilities of a softmax.
+    `kind` is `Call` for a softmax, a subclass for other weights.
     """
-    root: Any = scores.root
-    assert isinstance(root, Blocks)
-    side, value = (0, rhs) if scores is lhs else (1, lhs)
+    root, is_softmax = scores.root, kind is Call
     dims = order_of_values(eqn, scores, side, value)
     if -1 in dims:
         raise NotCovered("attention is not recognised: its values have no heads")
@@ -70,10 +65,9 @@ def product(
     query_axis = root.query.axis if isinstance(root.query, Concat) else 1
     queries = parts_of(root.query, query_axis)
     dtype = eqn.outvars[0].aval.dtype
-    is_softmax = scores.stage == "probabilities"
     if is_softmax and any(fill.value > masked_keys.LARGE for fill in root.fills):
         raise NotCovered(f"attention is not recognised: masked logits are {root.fills[0].value:g}")
-    call = (Call if is_softmax else pointwise)(ctx, eqn, scores, query_axis, keys, dtype)
+    call = kind(ctx, eqn, scores, query_axis, keys, dtype)
     copied = sum(part.stop - part.start for part in queries if not call.keeps_batch(part))
     if is_softmax and keys[-1].stop <= FEW_KEYS and 2 * copied > queries[-1].stop:
         raise NotCovered("few keys, and the user's own queries see the candidate's")

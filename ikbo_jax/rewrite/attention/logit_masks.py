@@ -5,7 +5,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -45,18 +45,9 @@ def selected(ctx: Context, eqn: Any, which: Any, *cases: Any) -> Any:
     return scores.then(eqn, [which, *cases], root=root)
 
 
-class _Term(NamedTuple):
-    """Describes what is added to logits.
-
-    Attributes:
-      value: a bias, or a mask.
-      number: of a mask, the number below 0 that is added where it hides keys; 0 for a bias.
-      keeps: whether a mask keeps the keys at which it is True or other than 0, or hides them.
-    """
-
-    value: Any
-    number: float = 0.0
-    keeps: bool = False
+#: What is added to logits: a bias and 0; or a mask and the number below 0 that is added where it
+#: hides keys. And whether a mask keeps the keys at which it is True or other than 0, or hides them.
+_Term = tuple[Any, float, bool]
 
 
 def added(ctx: Context, eqn: Any, x: Any, y: Any) -> Any:
@@ -66,9 +57,9 @@ def added(ctx: Context, eqn: Any, x: Any, y: Any) -> Any:
     bias = y if scores is x else x
     if masks.few_numbers(ctx, bias) == {0.0} and scores.stage == "logits":
         return scores.then(eqn, operands)
-    whole = _Term(bias, _number_of_mask(ctx, bias))
+    whole = bias, _number_of_mask(ctx, bias), False
     terms = [whole] if isinstance(scores.root, Logits) else _terms(ctx, bias)
-    if len(terms) > 1 and any(term.number <= LARGE for term in terms):
+    if len(terms) > 1 and any(number <= LARGE for _, number, _ in terms):
         with contextlib.suppress(NotCovered):
             return functools.reduce(lambda x, y: _added(ctx, eqn, operands, x, y), terms, scores)
     return _added(ctx, eqn, operands, scores, whole)
@@ -83,33 +74,34 @@ def _number_of_mask(ctx: Context, bias: Any) -> float:
 def _terms(ctx: Context, bias: Any) -> list[_Term]:
     """Returns the terms of a sum; `where(mask, bias, -1e9)` is a sum of a bias and a mask."""
     if number := _number_of_mask(ctx, bias):
-        return [_Term(bias, number)]
+        return [(bias, number, False)]
     name, eqn, operands = ctx.made_by(bias)
     if name == "add":
         return [term for x in operands for term in _terms(ctx, x)]
     if name == "broadcast_in_dim" and len(inner := _terms(ctx, operands[0])) > 1:
-        return [x._replace(value=masks.moved(ctx, eqn, x.value)) for x in inner]
+        return [(masks.moved(ctx, eqn, x), number, keeps) for x, number, keeps in inner]
     if name == "select_n" and len(operands) == 3:
         mask, *cases = operands
         for rest, keeps in zip(cases[::-1], (True, False), strict=True):
             filled = constant(ctx, cases[0] if keeps else cases[1])
             if filled is not None and filled <= LARGE:
-                return [*_terms(ctx, rest), _Term(mask, filled, keeps)]
-    return [_Term(bias)]
+                return [*_terms(ctx, rest), (mask, filled, keeps)]
+    return [(bias, 0.0, False)]
 
 
 def _added(ctx: Context, eqn: Any, operands: Any, scores: Scores, term: _Term) -> Scores:
+    value, number, keeps = term
     takes_masks = not scores.root.biases or not isinstance(scores.root, Logits)
-    is_mask = term.number and takes_masks and not scores.root.fills
+    is_mask = number and takes_masks and not scores.root.fills
     if not is_mask or scores.stage != "logits":
-        return biased(eqn, operands, scores, term.value)
-    fill = Fill(term.number, eqn.outvars[0].aval.dtype)
+        return biased(eqn, operands, scores, value)
+    fill = Fill(number, eqn.outvars[0].aval.dtype)
     try:
-        root = masked(ctx, scores, term.value, term.keeps, fill)
+        root = masked(ctx, scores, value, keeps, fill)
     except NotCovered as error:
         # A mask by head, or by query without intervals, may be a bias of positions.
         with contextlib.suppress(NotCovered):
-            return biased(eqn, operands, scores, term.value)
+            return biased(eqn, operands, scores, value)
         raise error from None
     return scores.then(eqn, operands, root=root)
 

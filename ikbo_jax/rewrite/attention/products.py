@@ -148,20 +148,22 @@ def _shared(ctx: Context, x: Any, batch: Any, other: Any, other_batch: Any) -> A
 def dot_general(ctx: Context, eqn: Any, lhs: Any, rhs: Any) -> Any:
     """Multiplies probabilities or activated scores with looked-up values: the last product."""
     scores = only((lhs, rhs))
+    side, value = (0, rhs) if scores is lhs else (1, lhs)
     if isinstance(scores.root, blocks.Blocks):
         if scores.stage not in ("probabilities", "logits", "elementwise"):
             raise NotCovered(f"attention is not recognised: product with its {scores.stage}")
         if not has_default_precision(eqn):
             raise NotCovered("attention is not recognised: its product sets a precision")
-        return block_attention.product(ctx, eqn, lhs, rhs, scores, pointwise.PointwiseCall)
+        is_softmax = scores.stage == "probabilities"
+        kind = block_attention.Call if is_softmax else pointwise.PointwiseCall
+        return block_attention.product(ctx, eqn, scores, side, value, kind)
     is_changed = scores.stage == "weighted"
     weights: Weights = scores.weights if is_changed else Weights(scores)
     activation = _activation(ctx, scores, weights.of)
     if not has_default_precision(eqn):
         raise NotCovered("attention is not recognised: its product sets a precision")
-    side = 0 if scores is lhs else 1
     root = scores.root
-    value, base = _values(eqn, scores, side, (rhs, lhs)[side])
+    value, base = _values(eqn, scores, side, value)
     out = attend(ctx, weights, base, activation)
     origins = lineage.origins_of(root.key, value) | root.mask_origins | weights.origins
     op = "attention" if activation is None else "gdpa"

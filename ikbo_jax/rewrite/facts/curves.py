@@ -103,23 +103,22 @@ def then(eqn: Any, operands: Sequence[Curve | float]) -> Curve | None:
     if not all(_is_known(e) and len(e.outvars) == 1 for e in _inside(eqn)):
         return None
     dtype = jnp.dtype(eqn.outvars[0].aval.dtype)
-    curves = [x for x in operands if isinstance(x, Curve)]
-    factor = _factor(eqn.primitive.name, operands) if len(curves) == 1 else None
-    slope = curves[0].slope if factor is not None else None
-    return Curve(eqn, tuple(operands), dtype, None if slope is None else slope * factor)
+    return Curve(eqn, tuple(operands), dtype, _slope(eqn.primitive.name, operands))
 
 
-def _factor(name: str, operands: Sequence[Curve | float]) -> float | None:
-    """Returns the factor by which an equation multiplies its only curve; None if it does not."""
+def _slope(name: str, operands: Sequence[Curve | float]) -> float | None:
+    """Returns the slope of the result of an equation on one linear curve; None for others."""
     numbers = [x for x in operands if not isinstance(x, Curve)]
-    if name in ("convert_element_type", "copy", "name"):
-        return 1.0
+    curves = [x for x in operands if isinstance(x, Curve)]
+    slope = curves[0].slope if len(curves) == 1 else None
+    if slope is None or name in ("convert_element_type", "copy", "name"):
+        return slope
     if name == "neg":
-        return -1.0
+        return -slope
     if name == "mul":
-        return numbers[0]
+        return slope * numbers[0]
     if name == "div" and isinstance(operands[0], Curve) and numbers[0]:
-        return 1 / numbers[0]
+        return slope * (1 / numbers[0])
     return None
 
 
@@ -174,20 +173,15 @@ def _flat(value: Any) -> Callable[..., Dual]:
     return lambda *operands: Dual(value(*(x.value for x in operands)))
 
 
-def _same(x: Dual) -> Dual:
-    return x
-
-
 _ROOT_PI = math.sqrt(math.pi)
 #: Value and slope, as JAX computes them, by primitive. Without a rule there is no curve.
 _RULES: dict[str, Callable[..., Dual]] = {
     **{name: _flat(OF_TWO[name]) for name in ("eq", "ge", "gt", "le", "lt", "ne")},
+    **dict.fromkeys(("convert_element_type", "copy", "name"), lambda x: x),
     "abs": _of_one(np.abs, lambda x, _: np.sign(x)),
     "add": lambda x, y: Dual(x.value + y.value, x.slope + y.slope),
     "and": _flat(np.logical_and),
     "clamp": _clamp,
-    "convert_element_type": _same,
-    "copy": _same,
     "div": _div,
     "erf": _of_one(lambda x: 1 - erfc(x), lambda x, _: 2 / _ROOT_PI * np.exp(-x * x)),
     "erfc": _of_one(erfc, lambda x, _: -2 / _ROOT_PI * np.exp(-x * x)),
@@ -199,7 +193,6 @@ _RULES: dict[str, Callable[..., Dual]] = {
     "max": _extremum(np.maximum, np.greater),
     "min": _extremum(np.minimum, np.less),
     "mul": lambda x, y: Dual(x.value * y.value, x.slope * y.value + x.value * y.slope),
-    "name": _same,
     "neg": lambda x: Dual(-x.value, -x.slope),
     "not": _flat(np.logical_not),
     "or": _flat(np.logical_or),

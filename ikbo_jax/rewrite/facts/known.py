@@ -145,11 +145,9 @@ def expanded(params: Any, x: Any) -> Any:
     return x.reshape(shape)
 
 
-def _iota(params: Any) -> Any:
-    shape, dimension = params["shape"], params["dimension"]
-    along = [1] * len(shape)
-    along[dimension] = shape[dimension]
-    return np.broadcast_to(np.arange(shape[dimension]).reshape(along), shape)
+def positions(shape: Sequence[int], dim: int) -> np.ndarray:
+    """Returns 0, 1, ... along a dimension of an array; the other dimensions have size 1."""
+    return np.arange(shape[dim]).reshape([n if d == dim else 1 for d, n in enumerate(shape)])
 
 
 def cuts(params: Any) -> list[slice]:
@@ -195,7 +193,7 @@ COMPUTED: dict[str, Callable[..., Any]] = {
         else np.cumsum(x, p["axis"])
     ),
     "div": _divided("div"),
-    "iota": _iota,
+    "iota": lambda p: np.broadcast_to(positions(p["shape"], p["dimension"]), p["shape"]),
     "neg": lambda _, x: -x,
     "not": lambda _, x: ~x,
     "or": _of_two(operator.or_),

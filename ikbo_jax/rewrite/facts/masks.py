@@ -190,13 +190,14 @@ def _moved(
         ]
         return np.concatenate(full, axis)
     # Dimensions stay whole, or all elements along them are equal.
-    dims, order = kept_dims(eqn, 0, eqn.outvars[0]), range(x.ndim)
+    dims = kept_dims(eqn, 0, eqn.outvars[0])
+    order = sorted(range(x.ndim), key=lambda d: dims.get(d, -1))
     if any(n != 1 and d not in dims for d, n in enumerate(x.shape)):
         return np.full((1,) * len(shape), UNKNOWN, np.int8)
     sizes = [1] * len(shape)
     for d, k in dims.items():
         sizes[k] *= x.shape[d]
-    return x.transpose(sorted(order, key=lambda d: dims.get(d, -1))).reshape(sizes)
+    return x.transpose(order).reshape(sizes)
 
 
 #: Slices of a mask: a dimension, its first element, and the element after its last.

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from ikbo_jax.rewrite.facts.known import COMPUTED, known
+from ikbo_jax.rewrite.facts.known import COMPUTED, known, positions
 from ikbo_jax.rewrite.values.equations import constant_array
 from ikbo_jax.rewrite.values.lineage import (
     base_of,
@@ -168,14 +168,10 @@ def same_source(first: Any, second: Any) -> bool:
 
 def counts_along(ctx: Any, value: Any, dim: int) -> bool:
     """Whether the elements of an array are proven to be 0, 1, ... along one of its dimensions."""
-    positions = known(ctx, value)
-    shape = shape_of(value)
-    if positions is None or positions.ndim != len(shape):
+    found, shape = known(ctx, value), shape_of(value)
+    if found is None or found.ndim != len(shape) or found.shape[dim] != shape[dim]:
         return False
-    along = [1] * len(shape)
-    along[dim] = shape[dim]
-    expected = np.arange(shape[dim]).reshape(along)
-    return positions.shape[dim] == shape[dim] and bool(np.all(positions == expected))
+    return bool(np.all(found == positions(shape, dim)))
 
 
 def is_along_one(value: Any, size: int) -> bool:

@@ -117,8 +117,8 @@ def form(value: Any) -> Any:
     if isinstance(value, Lazy):
         base = (value.base.shape, value.base.dtype)
         return (base, value.shape, value.lineage, value.axis)
-    if inside := inside_of(value):
-        return (type(value), value.layout, tuple(map(form, inside)))
+    if isinstance(value, (Concat, Reshaped)):
+        return (type(value), value.layout, tuple(map(form, inside_of(value))))
     return type(value)
 
 

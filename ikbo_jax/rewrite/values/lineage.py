@@ -64,7 +64,6 @@ class Deferred:
       shape: the shape that the program sees.
       dtype: the dtype that the program sees.
       origins: the broadcasts that the value stems from.
-      layout: of a value that holds others, all else that tells its form.
     """
 
     #: Rewrites every equation that has the value as an operand, called as
@@ -72,10 +71,6 @@ class Deferred:
     rule: Callable[..., Any] | None = None
     #: Whether `build` computes with copies of other values, instead of being the copy itself.
     is_computed = False
-
-    @property
-    def layout(self) -> tuple[Any, ...]:
-        raise NotImplementedError
 
     def build(self, ctx: Any) -> jax.Array:
         """Computes the array that the program sees."""
@@ -135,6 +130,7 @@ class Concat(Deferred):
 
     @property
     def layout(self) -> tuple[Any, ...]:
+        """All but the parts that tells its form."""
         return self.axis, self.sizes
 
     def pieces(self) -> list[tuple[Any, int, int]]:
