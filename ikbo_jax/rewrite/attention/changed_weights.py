@@ -92,7 +92,7 @@ def product(ctx: Context, eqn: Any, x: Any, y: Any) -> Any:
         return scores.scaled(ctx, eqn, x, y)
     if number is not None:
         return _scaled(at, eqn, (x, y), number)
-    cast = ctx.provenance.cast_mask(other)
+    cast = ctx.scope.cast_mask(other)
     whole = cast is not None and shape_of(other) == at.shape
     if at.stage == "exp":
         values = proofs.possible_values(ctx, other)

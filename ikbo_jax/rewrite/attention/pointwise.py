@@ -104,7 +104,7 @@ class PointwiseCall(Call):
         return blocks
 
     def _at_users(self, query: Part, key: Part, users: Lineage) -> jax.Array:
-        weights = self._block(query, key, users)
+        weights = self._block(self.scores, query, key, users, {})
         return self._weighted(weights, users.users, key, self.user_rows(key.values, users))
 
     def _of_candidates(
@@ -117,7 +117,7 @@ class PointwiseCall(Call):
             except NotCovered:
                 pass
         reason = "attention by another function than those of gdpa"
-        weights = self._block(query, key, None)
+        weights = self._block(self.scores, query, key, None, {})
         values = self.ctx.materialise(self.eqn, key.values, reason)
         return self._weighted(weights, array.shape[0], key, self.flat(values))
 
@@ -155,32 +155,35 @@ class PointwiseCall(Call):
         weights = staged.reshape(weights, (rows, self.heads, math.prod(self.sizes), keys))
         return weighted(weights, values)
 
-    def _block(self, query: Part, key: Part, users: Lineage | None) -> jax.Array:
-        """Computes a block of weights by the equations between the logits and the product."""
-        found: dict[int, Any] = {}
+    # The equations between the logits and the product, block by block. Nested functions that call
+    # each other would outlive the tracing.
 
-        def block(x: Any, labels: tuple[Label, ...]) -> Any:
-            if not isinstance(x, Scores):
-                return self._operand(x, labels, query, key, users)
-            if id(x) not in found:
-                is_product = x.made is None
-                found[id(x)] = self._product(x, query, key, users) if is_product else result(x)
+    def _block(
+        self, x: Scores, query: Part, key: Part, users: Lineage | None, found: dict[int, jax.Array]
+    ) -> jax.Array:
+        """Computes a block of scores; `found` holds blocks of other scores by identity."""
+        if id(x) in found:
             return found[id(x)]
-
-        def result(x: Scores) -> Any:
-            eqn, operands = x.made
-            name = eqn.primitive.name
-            if name not in (*ELEMENTWISE, "transpose", "custom_jvp_call"):
-                raise NotCovered(f"attention is not recognised: {name} of its scores")
-            arrays = [block(y, x.labels) for y in operands]
-            if name == "transpose":
-                return staged.transpose(arrays[0], eqn.params["permutation"])
-            if name == "custom_jvp_call":
-                return any_shape.run_custom_jvp(eqn, arrays)
-            return self.ctx.bind(eqn, *common_shape(eqn, arrays))
-
-        weights: jax.Array = block(self.scores, self.scores.labels)
-        return weights
+        if x.made is None:
+            found[id(x)] = self._product(x, query, key, users)
+            return found[id(x)]
+        eqn, operands = x.made
+        name = eqn.primitive.name
+        if name not in (*ELEMENTWISE, "transpose", "custom_jvp_call"):
+            raise NotCovered(f"attention is not recognised: {name} of its scores")
+        arrays = [
+            self._block(y, query, key, users, found)
+            if isinstance(y, Scores)
+            else self._operand(y, x.labels, query, key, users)
+            for y in operands
+        ]
+        if name == "transpose":
+            found[id(x)] = staged.transpose(arrays[0], eqn.params["permutation"])
+        elif name == "custom_jvp_call":
+            found[id(x)] = any_shape.run_custom_jvp(eqn, arrays)
+        else:
+            found[id(x)] = self.ctx.bind(eqn, *common_shape(eqn, arrays))
+        return found[id(x)]
 
     def _product(self, x: Scores, query: Part, key: Part, users: Lineage | None) -> jax.Array:
         """Computes the logits of a block, as the program's product does."""
@@ -240,7 +243,7 @@ class BlockFunctions:
     def __init__(self, scores: Scores) -> None:
         # Without the context, which keeps this object: a cycle would outlive the tracing.
         self.scores = scores
-        self._masks: dict[int, tuple[Any, Scores]] = {}
+        self._masks: dict[int, tuple[Scores, Any]] = {}
         self._found: dict[Any, tuple[bool, Curve | None]] = {}
         self._read(scores, set())
 
@@ -253,7 +256,7 @@ class BlockFunctions:
             if isinstance(y, Scores):
                 self._read(y, seen)
             else:
-                self._masks.setdefault(id(y), (y, x))
+                self._masks.setdefault(id(y), (x, y))
 
     def of_block(
         self, ctx: Context, cut: Callable[..., np.ndarray]
@@ -264,7 +267,7 @@ class BlockFunctions:
           The masks that set weights of the block to 0, and the activation that the weights are
           where no mask hides them, None if unknown. Or None if all weights of the block are 0.
         """
-        numbers = {key: _numbers(ctx, y, x, cut) for key, (y, x) in self._masks.items()}
+        numbers = {key: _numbers(ctx, y, x, cut) for key, (x, y) in self._masks.items()}
         open_ = [key for key, found in numbers.items() if found is not None and len(found) == 2]
         if len(open_) > _MOST_MASKS:
             numbers |= dict.fromkeys(open_)
@@ -281,8 +284,7 @@ class BlockFunctions:
         for n, key in enumerate(open_):
             kept = {choice[n] for choice, _ in alive}
             if len(kept) == 1 and 0.0 in (numbers[key] or ()):
-                value, scores = self._masks[key]
-                hiding.append((scores, value, kept != {0.0}))
+                hiding.append((*self._masks[key], kept != {0.0}))
         is_one = len(alive) == 1 and len(hiding) == len(open_)
         function = alive[0][1] if is_one else None
         activation = activations.match(function) if isinstance(function, Curve) else None
@@ -292,9 +294,10 @@ class BlockFunctions:
         """Returns whether weights with these operands are 0, and their function if it is known."""
         key = frozenset(numbers.items())
         if key not in self._found:
-            found, is_biased = _function_of(self.scores, numbers)
+            chosen = _Choice(numbers)
+            found = chosen.of(self.scores)
             is_zero = found is not None and activations.vanishes(found)
-            self._found[key] = is_zero, None if is_biased else found
+            self._found[key] = is_zero, None if chosen.is_biased else found
         return self._found[key]
 
 
@@ -330,45 +333,48 @@ def _known(ctx: Context, y: Any) -> tuple[Any, Any]:
     return None, None if few is None else (few, masks.known_mask(ctx, y))
 
 
-def _function_of(weights: Scores, numbers: dict[int, float]) -> tuple[Any, bool]:
-    """Computes scores as a function of the logits, for fixed numbers of their other operands.
+class _Choice:
+    """Computes scores as functions of the logits, for fixed numbers of their other operands.
 
-    Scores with an unknown operand, such as a bias, become a curve by themselves, as if they were
-    logits.
-
-    Returns:
-      A curve or a number, None if it is unknown; and whether unknown operands were found.
+    Attributes:
+      is_biased: whether unknown operands, such as biases, were found.
     """
-    is_biased, found = False, dict[int, Any]()
 
-    def of(x: Any) -> Any:
-        nonlocal is_biased
+    def __init__(self, numbers: dict[int, float]) -> None:
+        self.is_biased = False
+        self._numbers = numbers
+        self._found: dict[int, Any] = {}
+
+    def of(self, x: Any) -> Any:
+        """Returns the curve of scores, or a number; None if it is unknown and no logit.
+
+        Scores with an unknown operand become a curve by themselves, as if they were logits.
+        """
         if not isinstance(x, Scores):
-            return numbers.get(id(x))
-        if id(x) not in found:
-            curve = curves.logits(x.dtype) if x.made is None else result(*x.made)
-            if curve is None and jnp.issubdtype(x.dtype, jnp.floating):
-                curve, is_biased = curves.logits(x.dtype), True
-            found[id(x)] = curve
-        return found[id(x)]
+            return self._numbers.get(id(x))
+        if id(x) not in self._found:
+            found = curves.logits(x.dtype) if x.made is None else self._result(x)
+            if found is None and jnp.issubdtype(x.dtype, jnp.floating):
+                found, self.is_biased = curves.logits(x.dtype), True
+            self._found[id(x)] = found
+        return self._found[id(x)]
 
-    def result(eqn: Any, operands: Any) -> Any:
+    def _result(self, x: Scores) -> Any:
+        eqn, operands = x.made
         name = eqn.primitive.name
         if name == "transpose":
-            return of(operands[0])
+            return self.of(operands[0])
         if name == "select_n" and len(operands) == 3 and not isinstance(operands[0], Scores):
-            which = numbers.get(id(operands[0]))
-            return None if which is None else of(operands[1 + int(which != 0)])
-        values = list(map(of, operands))
-        if name == "mul" and any(isinstance(y, float) and y == 0 for y in values):
+            which = self._numbers.get(id(operands[0]))
+            return None if which is None else self.of(operands[1 + int(which != 0)])
+        found = [self.of(y) for y in operands]
+        if name == "mul" and any(isinstance(y, float) and y == 0 for y in found):
             # As everywhere in a rewrite, NaN and infinity at hidden positions are not kept.
             return 0.0
-        if name not in curves.ELEMENTWISE or any(y is None for y in values):
+        if name not in curves.ELEMENTWISE or any(y is None for y in found):
             return None
-        curve = curves.then(eqn, values)
-        if curve is None or any(isinstance(y, Curve) for y in values):
+        curve = curves.then(eqn, found)
+        if curve is None or any(isinstance(y, Curve) for y in found):
             return curve
         with np.errstate(all="ignore"):
             return float(curve(np.zeros(1)).value[0])
-
-    return of(weights), is_biased

@@ -45,10 +45,14 @@ class Curve:
     slope: float | None
 
     @functools.cached_property
+    def _others(self) -> tuple[Curve, ...]:
+        curves = (x for x in self.operands if isinstance(x, Curve))
+        return tuple(dict.fromkeys(y for x in curves for y in x.nodes))
+
+    @property
     def nodes(self) -> tuple[Curve, ...]:
         """All curves that it is computed from, each after its operands; the last is itself."""
-        of_operands = (y for x in self.operands if isinstance(x, Curve) for y in x.nodes)
-        return tuple(dict.fromkeys((*of_operands, self)))
+        return (*self._others, self)
 
     @property
     def roots(self) -> list[Curve]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -23,15 +23,13 @@ class Scope:
     """Holds the arrays of one jaxpr: of the whole function, or of the body of a loop or branch.
 
     A scope may use arrays of the scopes that enclose it, but not of the scopes inside it: an array
-    of a loop's body does not exist outside of the body.
+    of a loop's body does not exist outside of the body. If it `outlives` the enclosing scopes, it
+    computes after their trace has ended: their arrays are no values then, and it uses none of them.
 
     Entries are keyed by the identity of values, and hold the values, so that identities stay
     unique.
 
     Attributes:
-      parent: the enclosing scope; None for the scope of the whole function.
-      outlives: whether this scope computes after the trace of the enclosing scopes has ended. Their
-        arrays are no values then, and this scope uses none of them.
       outer_arrays: by the identity of a deferred value, the array that the caller has already
         materialised for it.
       programs: by the key of a call, the rewritten program; it may hold arrays of this scope.
@@ -39,35 +37,34 @@ class Scope:
       seen: keys of earlier calls, each with the arrays whose identities it holds.
       known: by the identity of a value of this scope, the value and its array; None in place of the
         array if it depends on inputs.
+      asked_hidden: the identities of the values for whose producing equation a rule asked although
+        it is hidden from this scope (`hide`).
     """
 
     def __init__(self, parent: Scope | None = None, *, outlives: bool = False) -> None:
-        self.parent = parent
-        self.outlives = outlives
         self.outer_arrays: dict[int, jax.Array] = {}
         self.programs: dict[Any, Any] = {}
         self.calls: dict[Any, Any] = {}
         self.seen: dict[Any, Any] = {}
         self.known: dict[int, tuple[Any, Any]] = {}
+        self.asked_hidden: set[int] = set()
+        # The scopes around this one, from the inside, and those whose arrays it may use.
+        self._outer: tuple[Scope, ...] = (parent, *parent._outer) if parent else ()
+        around = None if outlives else parent
+        self._usable: tuple[Scope, ...] = (around, *around._usable) if around else ()
         self._trace: Any = core.find_top_trace(())
         self._built: dict[int, tuple[Any, jax.Array]] = {}
         self._results: dict[Any, tuple[Any, list[Any]]] = {}
         self._lineages: dict[Any, tuple[Any, Lineage]] = {}
-
-    def chain(self) -> Iterator[Scope]:
-        """Yields this scope and the enclosing scopes whose arrays it may use, innermost first."""
-        scope: Scope | None = self
-        while scope is not None:
-            yield scope
-            scope = None if scope.outlives else scope.parent
+        # By identity of the result; entries hold the result.
+        self._producers: dict[int, tuple[core.JaxprEqn, Sequence[Any], Any]] = {}
+        self._producer_hidden: dict[int, tuple[Any, str]] = {}
 
     def find(self, table: str, key: Any) -> Any:
         """Returns what this or an enclosing scope keeps for a key in its `table`, or None."""
-        scope: Scope | None = self
-        while scope is not None:
+        for scope in (self, *self._usable):
             if key in (entries := scope.__dict__[table]):
                 return entries[key]
-            scope = None if scope.outlives else scope.parent
         return None
 
     def owner(self, values: Iterable[Any]) -> Scope:
@@ -82,7 +79,7 @@ class Scope:
                 arrays.append(x.lineage.index)
         traces = {id(x._trace) for x in arrays if isinstance(x, jax.core.Tracer)}
         owner = None
-        for scope in self.chain():
+        for scope in (self, *self._usable):
             if owner is not None and scope._trace is not owner._trace:
                 break
             if owner is not None or id(scope._trace) in traces:
@@ -180,25 +177,8 @@ class Scope:
 
     def lineages(self) -> set[int]:
         """Returns identities of the lineages of this scope and of the scopes that enclose it."""
-        outer = self.parent.lineages() if self.parent is not None else set()
-        return outer | {id(lineage) for _, lineage in self._lineages.values()}
-
-
-class Provenance:
-    """Records the producing equations of one scope's values, and searches enclosing scopes next.
-
-    Attributes:
-      asked_hidden: the identities of the values for whose producing equation a rule asked although
-        it is hidden from this scope (`hide`).
-    """
-
-    def __init__(self, parent: Provenance | None = None) -> None:
-        self.asked_hidden: set[int] = set()
-        # The scopes around this one, from the inside.
-        self._outer: tuple[Provenance, ...] = (parent, *parent._outer) if parent else ()
-        # By identity of the result; entries hold the result, so that its identity stays unique.
-        self._producers: dict[int, tuple[core.JaxprEqn, Sequence[Any], Any]] = {}
-        self._producer_hidden: dict[int, tuple[Any, str]] = {}
+        scopes = (self, *self._outer)
+        return {id(lineage) for scope in scopes for _, lineage in scope._lineages.values()}
 
     def producer(
         self, value: Any, names: Sequence[str] | None = None
@@ -210,13 +190,13 @@ class Provenance:
         primitive in `names`.
         """
         key = id(value)
-        for provenance in (self, *self._outer):
-            if key in provenance._producers:
-                eqn, operands, _ = provenance._producers[key]
+        for scope in (self, *self._outer):
+            if key in scope._producers:
+                eqn, operands, _ = scope._producers[key]
                 return (eqn, operands) if names is None or eqn.primitive.name in names else None
-            hidden = provenance._producer_hidden.get(key)
+            hidden = scope._producer_hidden.get(key)
             if hidden is not None and (names is None or hidden[1] in names):
-                provenance.asked_hidden.add(key)
+                scope.asked_hidden.add(key)
         return None
 
     def cast_mask(self, value: Any) -> Any:
@@ -231,11 +211,11 @@ class Provenance:
 
         "" if `hide` does not name it; None if the value has no producing equation.
         """
-        for provenance in (self, *self._outer):
-            if id(value) in provenance._producers:
-                return provenance._producers[id(value)][0].primitive.name
-            if id(value) in provenance._producer_hidden:
-                return provenance._producer_hidden[id(value)][1]
+        for scope in (self, *self._outer):
+            if id(value) in scope._producers:
+                return scope._producers[id(value)][0].primitive.name
+            if id(value) in scope._producer_hidden:
+                return scope._producer_hidden[id(value)][1]
         return None
 
     def record(
