@@ -68,9 +68,10 @@ def product(ctx: Context, eqn: Any, scores: Scores, side: int, value: Any, kind:
     if is_softmax and any(fill.value > masked_keys.LARGE for fill in root.fills):
         raise NotCovered(f"attention is not recognised: masked logits are {root.fills[0].value:g}")
     call = kind(ctx, eqn, scores, query_axis, keys, dtype)
-    copied = sum(part.stop - part.start for part in queries if not call.keeps_batch(part))
-    if is_softmax and keys[-1].stop <= FEW_KEYS and 2 * copied > queries[-1].stop:
-        raise NotCovered("few keys, and the user's own queries see the candidate's")
+    if is_softmax and keys[-1].stop <= FEW_KEYS:
+        copied = sum(part.stop - part.start for part in queries if not call.keeps_batch(part))
+        if 2 * copied > queries[-1].stop:
+            raise NotCovered("few keys, and the user's own queries see the candidate's")
     outs = [call.attended(part) for part in queries]
     origins = lineage.origins_of(root.query, root.key, value) | root.mask_origins
     ctx.recorder.saved(eqn, origins, "attention with own tokens", True)
@@ -125,8 +126,9 @@ class Call(BlockMasks):
 
     def flat(self, x: jax.Array) -> jax.Array:
         """Reshapes [batch, *rows, *heads, width] to [batch, rows, heads, width]."""
-        rows = math.prod(x.shape[1 : x.ndim - 1 - len(self.root.heads)])
-        return staged.reshape(x, (x.shape[0], rows, self.heads, x.shape[-1]))
+        batch, *between, width = shape_of(x)
+        rows = math.prod(between[: len(between) - len(self.root.heads)])
+        return staged.reshape(x, (batch, rows, self.heads, width))
 
     def _read(self, key: Part) -> Part:
         """Names the rows of a user's keys that queries read; the masks hide the others."""

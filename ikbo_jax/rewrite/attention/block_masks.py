@@ -36,10 +36,15 @@ class BlockMasks:
         self.all_keys = keys
         self.heads = math.prod(root.heads)
         self.labels = root.labels
+        self._lives: dict[tuple[int, int], list[Part]] = {}
 
     def _live(self, query: Part) -> list[Part]:
-        """Returns the keys that are not hidden from all of the queries."""
-        return [part for key in self.keys if (part := self._trimmed(query, key)) is not None]
+        """Returns the keys that are not hidden from all of the queries, found once."""
+        at = id(self.keys), query.start
+        if at not in self._lives:
+            trimmed = [self._trimmed(query, key) for key in self.keys]
+            self._lives[at] = [part for part in trimmed if part is not None]
+        return self._lives[at]
 
     def _trimmed(self, query: Part, key: Part) -> Part | None:
         """Drops the first and the last keys that are hidden from all queries; None without keys."""

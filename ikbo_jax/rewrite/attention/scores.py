@@ -250,8 +250,9 @@ def _curve_of(ctx: Context, eqn: Any, operands: Any) -> Curve | None:
     if jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.integer):
         return None
     scores = [x for x in operands if isinstance(x, Scores)]
-    if any(x.curve is None or x.root.fills or x.root.biases for x in scores):
-        return None
+    for x in scores:
+        if x.curve is None or x.root.fills or x.root.biases:
+            return None
     if not _of_one_product(scores):
         return None
     arguments: list[Any] = []
