@@ -32,14 +32,7 @@ GRANULES = WGMMA_M // GRANULE
 
 def types(columns: int, granules: int) -> Fragment:
     """Types of the fragments of `granules` granules in device memory."""
-    if mosaic.is_interpreted():
-        return Fragment(*(jax.ShapeDtypeStruct((granules, GRANULE, columns), jnp.float32),) * 2)
-    shape = (granules, columns // 16, WARP_SIZE)
-    return Fragment(*(jax.ShapeDtypeStruct((*shape, words), jnp.int32) for words in WORDS))
-
-
-def _numbers_layout(count: int) -> Any:
-    return plgpu.Layout.WG_STRIDED((count * WARPGROUP_SIZE,), vec_size=1)
+    return fragment.types(columns, (granules,), WARP_SIZE)
 
 
 def look_up(index: Any, first: Any, count: int, *, of_row: int, coarser_rows: int) -> Any:
@@ -57,11 +50,11 @@ def look_up(index: Any, first: Any, count: int, *, of_row: int, coarser_rows: in
 
         return jnp.stack([of(first + i) for i in range(count * GRANULES)])
 
-    layout = _numbers_layout(count)
+    layout = plgpu.Layout.WG_STRIDED((count * WARPGROUP_SIZE,), vec_size=1)
 
     @inline.code(
         *(index, first),
-        returns=plgpu.ShapeDtypeStruct((count * WARPGROUP_SIZE,), jnp.int32, layout=layout),
+        returns=jax.ShapeDtypeStruct((count * WARPGROUP_SIZE,), jnp.int32),
     )
     def read(index: ir.Value, first: Integer) -> mgpu.FragmentedArray:
         i32 = ir.IntegerType.get_signless(32)
@@ -104,15 +97,12 @@ def load(
             number = vector.extract(register, [], [0])
             uppers, lowers = (
                 fragment.load_words(
-                    _address(plane, number, begin, width),
-                    columns // 16,
-                    width,
-                    WARP_SIZE,
+                    _address(plane, number, begin, width), columns // 16, width, WARP_SIZE
                 )
                 for plane, width in zip((upper, lower), WORDS, strict=True)
             )
             found.append(fragment.upper_in_registers(uppers, columns))
-            found.append(fragment.lower_in_registers(lowers, columns))
+            found.append(fragment.lower_in_registers(lowers))
         return tuple(found)
 
     return tuple(Fragment(*parts[i : i + 2]) for i in range(0, len(parts), 2))

@@ -15,7 +15,7 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir.dialects import arith, vector
 
-from ikbo_jax.pallas.hopper import inline, mma, mosaic, operand_tiles, stores
+from ikbo_jax.pallas.hopper import inline, mosaic, operand_tiles, stores
 
 
 class Visible(NamedTuple):
@@ -83,7 +83,7 @@ class Visible(NamedTuple):
             return self.select(values, inside=inside, fill=fill)
         limits = [self.end] if self._begins_at_0 else [self.end, self.begin]
 
-        @inline.code(values, *limits, returns=mma.accumulator_type(values.shape[1]))
+        @inline.code(values, *limits, returns=values)
         def selected(values: mgpu.FragmentedArray, *limits: Any) -> mgpu.FragmentedArray:
             column = stores.late_thread_number() % 4 * 2
             ends, *begins = ([x - column for x in stores.row_numbers(limit)] for limit in limits)

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -46,8 +45,7 @@ class Statistics(NamedTuple):
 
 
 def _rows(count: int) -> Any:
-    one = plgpu.ShapeDtypeStruct((WGMMA_M,), jnp.float32, layout=ROW_LAYOUT)
-    return (one,) * count
+    return (jax.ShapeDtypeStruct((WGMMA_M,), jnp.float32),) * count
 
 
 def _numbers(array: mgpu.FragmentedArray) -> list[ir.Value]:
@@ -168,7 +166,7 @@ def statistics(sums: Sums, features: int, eps: float) -> Statistics:
         if mosaic.is_interpreted():
             return x
 
-        @inline.code(x, returns=_rows(1)[0])
+        @inline.code(x, returns=x)
         def of_threads(x: mgpu.FragmentedArray) -> Any:
             numbers = _numbers(x)
             for distance in (1, 2):
@@ -283,7 +281,6 @@ def of_columns(ref: Any, first: Any, width: int) -> jax.Array:
                 ptx = f"ld.global.nc.b32 $0, [$1 + {16 * i}];"
                 numbers = row_vectors.unpacked(inline.compute_word(ptx, address), dtype)
             registers += [vector.from_elements(pair_type, list(numbers))] * 2  # of both rows
-        shape = mgpu.WGMMA_LAYOUT.registers_shape((WGMMA_M, width))
-        return inline.accumulator(np.array(registers, dtype=object).reshape(shape))
+        return inline.array(registers, (WGMMA_M, width))
 
     return loaded

@@ -47,7 +47,7 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -78,20 +78,15 @@ from ikbo_jax.problems.packed_compression import (
     TMA_ALIGNMENT,
     WEIGHT_ALIGNMENT,
     WHOLE_TILES_PER_SM,
-    block_width,
 )
 
-
-class _Level(NamedTuple):
-    """The static description and the operands of one level of a launch."""
-
-    phase: Phase
-    operands: Operands
+#: The static description and the operands of one level of a launch.
+_Level = tuple[Phase | None, Operands | None]
 
 
 def _launch(
-    user: _Level | None,
-    cand: _Level | None,
+    user: _Level,
+    cand: _Level,
     *,
     config: LinearCompressionConfig | PackedCompressionConfig,
     num_sms: int,
@@ -99,9 +94,8 @@ def _launch(
     """Launches the kernel once; returns the output, or without `cand` the users' fragments."""
     is_packed = isinstance(config, PackedCompressionConfig)
     columns = PackedColumns if is_packed else Columns
-    phases = (user.phase if user else None, cand.phase if cand else None)
-    user_phase, cand_phase = phases
-    operands = (user.operands if user else None, cand.operands if cand else None)
+    (user_phase, user_operands), (cand_phase, cand_operands) = user, cand
+    phases, operands = (user_phase, cand_phase), (user_operands, cand_operands)
     dtype = jax.tree.leaves(operands)[0].dtype
     output = fragments = None
     if cand_phase is not None:
@@ -162,12 +156,6 @@ def _aligned(weights: Sequence[jax.Array], alignment: int) -> list[tuple[jax.Arr
     return [(packed, end - w.shape[1]) for w, end in zip(padded, ends, strict=True)]
 
 
-def _packed(phase: Phase, block_n: int) -> PackedPhase:
-    """Converts a phase to tiles that span rows of the batch."""
-    fields = {field.name: getattr(phase, field.name) for field in dataclasses.fields(phase)}
-    return PackedPhase(**fields, block_n=block_n, width=block_width(phase.n))
-
-
 def _halved(phase: Phase, num_sms: int) -> Phase:
     """Makes tiles smaller where a level that a finer level looks up has few."""
     tiles = phase.rows * phase.n_tiles * phase.m_tiles
@@ -209,6 +197,9 @@ def linear_compression_kernel(
     last = len(weights) - 1
     is_shared = config.single_launch and last > 0
     is_packed = isinstance(config, PackedCompressionConfig)
+    make_phase: Any = Phase
+    if isinstance(config, PackedCompressionConfig):
+        make_phase = functools.partial(PackedPhase, block_n=config.block_n)
     flops = sum(2 * w.shape[0] * e.size for w, e in zip(weights, embeddings, strict=True))
     is_short = is_packed and flops < PAD_FROM_FLOPS
     aligned = _aligned(weights, TMA_ALIGNMENT if is_short else WEIGHT_ALIGNMENT)
@@ -216,7 +207,7 @@ def linear_compression_kernel(
     def level(i: int, fragments: Any) -> _Level:
         batch, k, n = embeddings[i].shape
         weight, k_offset = aligned[i]
-        phase = Phase(
+        phase = make_phase(
             batch=batch,
             k=k,
             m=weight.shape[0],
@@ -227,15 +218,13 @@ def linear_compression_kernel(
             # A CTA claims user tiles by itself, independent of the other CTAs of its cluster.
             cluster=1 if is_shared and i == last - 1 else config.cluster,
         )
-        if isinstance(config, PackedCompressionConfig):
-            phase = _packed(phase, config.block_n)
         if i < last:
             phase = _halved(phase, num_sms)
-        return _Level(phase, Operands(weight, embeddings[i], parents[i], fragments))
+        return phase, Operands(weight, embeddings[i], parents[i], fragments)
 
     fragments = None
     for i in range(last - 1 if is_shared else last):
-        fragments = launch_levels(level(i, fragments), None)
+        fragments = launch_levels(level(i, fragments), (None, None))
     if is_shared:
         return launch_levels(level(last - 1, fragments), level(last, None))
-    return launch_levels(None, level(last, fragments))
+    return launch_levels((None, None), level(last, fragments))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -14,13 +13,13 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from ikbo_jax.pallas.hopper import fragment, granules
 from ikbo_jax.pallas.hopper.launch import WarpgroupContext
 from ikbo_jax.pallas.linear_compression import weights
-from ikbo_jax.pallas.linear_compression.tiles import block_at
-from ikbo_jax.problems.packed_compression import GRANULE, block_width
+from ikbo_jax.pallas.linear_compression.tiles import Blocks
+from ikbo_jax.problems.packed_compression import GRANULE
 from ikbo_jax.problems.resident_compression import Layout
 
 
 @dataclasses.dataclass(frozen=True)
-class Phase:
+class Phase(Blocks):
     """Static description of a level; `users` is the batch of the `coarser` level whose fragments it
     adds.
 
@@ -35,14 +34,6 @@ class Phase:
     coarser: Phase | None
     users: int
     workers: int
-
-    @property
-    def width(self) -> int:
-        return block_width(self.n)
-
-    @property
-    def blocks_of_row(self) -> int:
-        return self.n // self.width
 
     @property
     def blocks(self) -> int:
@@ -147,7 +138,7 @@ def load_tile(ctx: WarpgroupContext, place: Place, tile: Any) -> None:
             plgpu.copy_gmem_to_smem(source, target, ready)
             continue
         for i in range(phase.blocks):
-            row, columns = block_at(phase, first + i)
+            row, columns = phase.at(first + i)
             plgpu.copy_gmem_to_smem(
                 ctx.operands.embedding.at[row, rows, columns], target.at[i], ready
             )
@@ -160,7 +151,7 @@ def _gather(ctx: WarpgroupContext, place: Place, tile: Any, stage: Any) -> None:
     phase, (steps, depth) = ctx.shape, ctx.shape.layout.gathered
     _, embedding = ctx.operands.of_users
     for i in range(phase.blocks):
-        row, columns = block_at(phase, phase.first_block(place, tile) + i)
+        row, columns = phase.at(phase.first_block(place, tile) + i)
         row = jnp.minimum(row, phase.batch - 1)
         user = jnp.clip(ctx.operands.index[row], 0, phase.users - 1)
         for step in range(steps):
@@ -191,12 +182,12 @@ def load_weights(ctx: WarpgroupContext, place: Place) -> None:
     layout, (tiles, _) = ctx.shape.layout, ctx.shared.weight
     own, gathered = layout.k_blocks
     first_row, first_k = place.group * layout.rows, place.split * layout.k
-    load = functools.partial(weights.load)
     region = weights.Region(0, own, own + gathered)
-    load(ctx.operands.weight, tiles, region, first_row, first_k)
+    weights.load(ctx.operands.weight, tiles, region, first_row, first_k)
     if layout.gathered is not None:
         weight, _ = ctx.operands.of_users
-        load(weight, tiles, weights.Region(own, gathered, own + gathered), first_row, jnp.int32(0))
+        region = weights.Region(own, gathered, own + gathered)
+        weights.load(weight, tiles, region, first_row, jnp.int32(0))
     weights.finish()
 
 

@@ -170,7 +170,7 @@ def _multiply(
             job()
         if load_coarser and is_late and not is_early:
             coarser = load_coarser()
-        return ctx.columns_of(phase).finish(accs), coarser
+        return tuple(map(mma.after_wait, accs)), coarser
 
     accs, coarser = ctx.columns_of(phase).with_accumulators(all_k_steps, columns)
     return tuple(mma.pad(acc, phase.consumer_rows) for acc in accs), coarser
