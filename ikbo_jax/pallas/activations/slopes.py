@@ -85,7 +85,7 @@ def _raw(spec: ActivationSpec) -> Callable[[jax.Array, float], Pair] | None:
     """Finds the function of raw scores, if all heads have one activation with such a function."""
     if len(set(spec.names)) > 1 or not spec.takes_raw_scores:
         return None
-    return _SLOPES.get(spec.full_name(spec.names[0]))
+    return _SLOPES.get(activations.full_name(spec.names[0], spec.approx))
 
 
 def _has_offset(spec: ActivationSpec) -> bool:

@@ -73,22 +73,18 @@ def activate(names: tuple[str, ...], approx: str | None, head: Any, x: jax.Array
     """Computes act(x) of one head, for x [64, columns] f32; `names` are of all heads, or one for
     all.
     """
-
-    def evaluate(name: str, x: jax.Array) -> jax.Array:
-        return evaluate_one(name, approx, x, needs_slope=False)[0]
-
-    return by_chunks(names, head, x, evaluate)
+    return by_chunks(
+        names, head, x, lambda name, x: evaluate_one(name, approx, x, needs_slope=False)[0]
+    )
 
 
 def activate_with_slope(
     names: tuple[str, ...], approx: str | None, head: Any, x: jax.Array
 ) -> Pair:
     """Computes (act(x), act'(x)) of one head; for the arguments see `activate`."""
-
-    def evaluate(name: str, x: jax.Array) -> Pair:
-        return evaluate_one(name, approx, x, needs_slope=True)
-
-    return by_chunks(names, head, x, evaluate)
+    return by_chunks(
+        names, head, x, lambda name, x: evaluate_one(name, approx, x, needs_slope=True)
+    )
 
 
 def by_chunks(names: tuple[str, ...], head: Any, x: jax.Array, evaluate: Any) -> Any:

@@ -98,13 +98,9 @@ class ActivationSpec(NamedTuple):
         is_packed = self.approx == PACKED and is_one_kind
         return is_packed and self.takes_raw_scores and self.has_f32_range
 
-    def full_name(self, name: str) -> str:
-        """The activation's key in `_WEIGHTS`."""
-        return activations.full_name(name, self.approx)
-
     def constant(self, name: str) -> float:
         """act(scale * s) / weight(s)."""
-        full_name = self.full_name(name)
+        full_name = activations.full_name(name, self.approx)
         if full_name.startswith("tanh"):
             return self.scale / 2
         return self.scale**2 if full_name == "relu_squared" else self.scale
@@ -121,7 +117,7 @@ def compute_weights(spec: ActivationSpec, head: Any, scores: jax.Array) -> Weigh
         return activations.activate(spec.names, spec.approx, head, scores)
 
     def evaluate(name: str, scores: jax.Array) -> jax.Array:
-        full_name = spec.full_name(name)
+        full_name = activations.full_name(name, spec.approx)
         compute = _WEIGHTS.get(full_name, functools.partial(activations.weight, full_name))
         weights = compute(scores, spec.scale)
         constant = spec.constant(name)

@@ -52,37 +52,24 @@ def device_pointer(ref: ir.Value) -> ir.Value:
     return llvm.addrspacecast(ir.Type.parse("!llvm.ptr<1>"), mgpu.utils.memref_ptr(ref))
 
 
-def _thread_vector(base: ir.Value, index: int, width: int) -> ir.Value:
-    """Computes the address of this thread's vector number `index`, of `width` 32-bit words."""
-    i32 = ir.IntegerType.get_signless(32)
+def _offset(address: ir.Value, words: ir.Value) -> ir.Value:
+    return mgpu.utils.getelementptr(address, [words], ir.IntegerType.get_signless(32))
+
+
+def _own_words(plane: ir.Value, width: int) -> ir.Value:
+    """Computes the address of this thread's first vector of `width` words."""
     thread = Integer(mgpu.thread_idx()) % WARPGROUP_SIZE
-    offset = thread * width + index * WARPGROUP_SIZE * width
-    return mgpu.utils.getelementptr(base, [offset], i32)
+    return _offset(device_pointer(plane), thread * width)
 
 
-def _load_words(source: ir.Value, vectors: int, width: int) -> list[ir.Value]:
-    base, words = device_pointer(source), []
-    for v in range(vectors):
-        words += inline.load_vector(_thread_vector(base, v, width), width)
-    return words
-
-
-def load_words(address: ir.Value, vectors: int, width: int, threads: int) -> list[ir.Value]:
+def load_words(
+    address: ir.Value, vectors: int, width: int, threads: int = WARPGROUP_SIZE
+) -> list[ir.Value]:
     """Loads `vectors` vectors of `width` words, `threads` vectors apart."""
-    i32, words = ir.IntegerType.get_signless(32), []
+    words = []
     for v in range(vectors):
-        offset = inline.i32(v * threads * width)
-        at = mgpu.utils.getelementptr(address, [offset], i32)
-        words += inline.load_vector(at, width)
+        words += inline.load_vector(_offset(address, inline.i32(v * threads * width)), width)
     return words
-
-
-def _store_words(target: ir.Value, words: list[ir.Value], width: int) -> None:
-    kind = ir.VectorType.get((width,), ir.IntegerType.get_signless(32))
-    base = device_pointer(target)
-    for v in range(len(words) // width):
-        vec = vector.from_elements(kind, words[v * width : (v + 1) * width])
-        llvm.store(vec, _thread_vector(base, v, width), alignment=4 * width)
 
 
 def load(memory: Fragment, columns: int) -> Fragment:
@@ -93,8 +80,8 @@ def load(memory: Fragment, columns: int) -> Fragment:
     @inline.code(*memory, returns=register_types(columns))
     def issued(upper: ir.Value, lower: ir.Value) -> Any:
         return (
-            upper_in_registers(_load_words(upper, columns // 16, 4), columns),
-            lower_in_registers(_load_words(lower, columns // 16, 2)),
+            upper_in_registers(load_words(_own_words(upper, 4), columns // 16, 4), columns),
+            lower_in_registers(load_words(_own_words(lower, 2), columns // 16, 2)),
         )
 
     return Fragment(*issued)
@@ -128,9 +115,13 @@ def store(memory: Fragment, value: jax.Array) -> None:
 
     @inline.code(*memory, value)
     def _(upper: ir.Value, lower: ir.Value, array: mgpu.FragmentedArray) -> None:
-        uppers, lowers = words_of(array)
-        _store_words(upper, uppers, 4)
-        _store_words(lower, lowers, 2)
+        for plane, width, words in zip((upper, lower), (4, 2), words_of(array), strict=True):
+            address = _own_words(plane, width)
+            kind = ir.VectorType.get((width,), ir.IntegerType.get_signless(32))
+            for i in range(0, len(words), width):
+                at = _offset(address, inline.i32(i * WARPGROUP_SIZE))
+                stored = vector.from_elements(kind, words[i : i + width])
+                llvm.store(stored, at, alignment=4 * width)
 
 
 def words_of(array: mgpu.FragmentedArray) -> tuple[list[ir.Value], list[ir.Value]]:

@@ -50,28 +50,19 @@ def look_up(index: Any, first: Any, count: int, *, of_row: int, coarser_rows: in
 
         return jnp.stack([of(first + i) for i in range(count * GRANULES)])
 
-    layout = plgpu.Layout.WG_STRIDED((count * WARPGROUP_SIZE,), vec_size=1)
+    shape = (count * WARPGROUP_SIZE,)
 
-    @inline.code(
-        *(index, first),
-        returns=jax.ShapeDtypeStruct((count * WARPGROUP_SIZE,), jnp.int32),
-    )
+    @inline.code(index, first, returns=jax.ShapeDtypeStruct(shape, jnp.int32))
     def read(index: ir.Value, first: Integer) -> mgpu.FragmentedArray:
         i32 = ir.IntegerType.get_signless(32)
-        one = ir.VectorType.get((1,), i32)
         base = fragment.device_pointer(index)
-        granule = first + _warp()
-        result = mgpu.FragmentedArray.splat(
-            inline.i32(0), (count * WARPGROUP_SIZE,), layout.to_mgpu(), is_signed=True
-        )
-        registers = result.registers.copy()
+        granule, found = first + _warp(), []
         for i in range(count):
             number = granule + i * GRANULES
             row = (number // of_row).at_most(last)
             user = Integer(llvm.load(i32, mgpu.utils.getelementptr(base, [row], i32)))
-            user = user.at_least(0).at_most(coarser_rows - 1) * of_row + number % of_row
-            registers.flat[i] = vector.from_elements(one, [user])
-        return mgpu.FragmentedArray(_registers=registers, _layout=layout.to_mgpu(), _is_signed=True)
+            found.append(user.at_least(0).at_most(coarser_rows - 1) * of_row + number % of_row)
+        return inline.array(found, shape)
 
     return read
 

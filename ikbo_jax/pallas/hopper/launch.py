@@ -2,8 +2,8 @@
 
 Without a producer, CTAs have one warpgroup, or several that do the same. A kernel's configuration
 declares its shared memory and barriers by `problems.memory.shared`. Inside the kernel the same
-tuple holds references: an operand has two views, (for WGMMA, for TMA), see `mosaic.tile_views`; a
-ring is a `rings.Ring`.
+tuple holds references: an operand has two views, (for WGMMA, for TMA), see `mosaic.operand_tile`;
+a ring is a `rings.Ring`.
 """
 
 import dataclasses
@@ -58,8 +58,7 @@ class WarpgroupContext:
 
     def as_consumer(self) -> Self:
         """Gives the consumer's number a form that is uniform over the warpgroup."""
-        consumer = mosaic.warpgroup_index()
-        return self.replace(consumer=consumer)
+        return self.replace(consumer=mosaic.warpgroup_index())
 
     def take(self, number: Any, items: int) -> Any:
         """Takes the CTA's next item by the counter, after `number` items.
@@ -86,6 +85,29 @@ class WarpgroupContext:
     def staging(self, *index: Any) -> Any:
         """This warpgroup's part of the memory that only an interpreted kernel has, or None."""
         return self.shared.staging.at[self.consumer, *index] if self.interpret else None
+
+
+@dataclasses.dataclass(frozen=True)
+class ItemContext(WarpgroupContext):
+    """The context of a warpgroup of a persistent kernel, whose CTAs take `shape.items` in turn."""
+
+    def item(self, i: Any) -> Any:
+        """Describes item `i` of the CTA."""
+        raise NotImplementedError
+
+    def number(self, i: Any) -> Any:
+        """Numbers item `i` of the CTA among the items of all CTAs."""
+        return i * lax.axis_size("worker") + self.worker
+
+    @property
+    def count(self) -> Any:
+        """Counts the items of the CTA."""
+        workers = lax.axis_size("worker")
+        return lax.div(self.shape.items - self.worker + (workers - 1), workers)
+
+    def for_items(self, body: Callable[[Any, Any, Any], Any], carry: Any) -> Any:
+        """Calls `body(i, item, carry)`, which returns the next carry, for all items of the CTA."""
+        return lax.fori_loop(0, self.count, lambda i, carry: body(i, self.item(i), carry), carry)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,8 +164,9 @@ def launch(
         operands, outputs, scratch = jax.tree.unflatten(tree, refs)
         fields: list[Any] = [None] * len(kinds)
         for i, ref in zip(order, scratch, strict=True):
-            is_tiles = isinstance(kinds[i], memory.Tiles)
-            fields[i] = mosaic.tile_views(ref) if is_tiles else ref
+            if isinstance(kinds[i], memory.Tiles):
+                ref = (ref, ref) if mosaic.is_interpreted() else tuple(ref)
+            fields[i] = ref
         shared = jax.tree.unflatten(shared_tree, fields)
         shared = shared._make(rings.Ring(*x) if isinstance(x, memory.Ring) else x for x in shared)
         ctx = roles.context(shared, operands, outputs)
@@ -222,12 +245,9 @@ def _type(kind: Any, dtype: Any) -> Any:
 
 
 def _dispatch(roles: Roles, ctx: WarpgroupContext) -> None:
-    ctx = ctx.replace(worker=lax.axis_index("worker"), consumer=0)
-    if roles.produce is None and roles.warpgroups == 1:
-        roles.consume(ctx)
-        return
-    warpgroup = lax.axis_index("warpgroup")
-    ctx = ctx.replace(consumer=warpgroup)
+    worker, is_alone = lax.axis_index("worker"), roles.produce is None and roles.warpgroups == 1
+    warpgroup: Any = 0 if is_alone else lax.axis_index("warpgroup")
+    ctx = ctx.replace(worker=worker, consumer=warpgroup)
     if roles.produce is None:
         roles.consume(ctx)
         return

@@ -216,23 +216,6 @@ def cdiv(values: jax.Array, size: int) -> jax.Array:
     return lax.div(values + (size - 1), same(size))
 
 
-def rounds(
-    count: int, thread: jax.Array, *, threads: int = WARPGROUP_SIZE, unroll: int = UNROLL
-) -> tuple[int, Callable[[Any], list[jax.Array]]]:
-    """Divides a loop over `count` numbers into rounds; also returns a round's numbers by thread.
-
-    All loads of a round should stand before the first use of one: each takes 300 ns.
-    """
-    turns = pl.cdiv(count, threads)
-    number_of_rounds = pl.cdiv(turns, unroll)
-    each = pl.cdiv(turns, max(number_of_rounds, 1))
-
-    def numbers(turn: Any) -> list[jax.Array]:
-        return [(turn * each + i) * threads + thread for i in range(each)]
-
-    return number_of_rounds, numbers
-
-
 @dataclasses.dataclass(frozen=True)
 class Threads:
     """The threads of a CTA of one or several warpgroups; `warpgroup` is the number of this one."""
@@ -267,8 +250,19 @@ class Threads:
     def rounds(
         self, count: int, *, unroll: int = UNROLL
     ) -> tuple[int, Callable[[Any], list[jax.Array]]]:
-        """Calls `rounds` for all threads."""
-        return rounds(count, self.number(), threads=self.count, unroll=unroll)
+        """Divides a loop over `count` numbers into rounds; also returns a round's numbers by
+        thread.
+
+        All loads of a round should stand before the first use of one: each takes 300 ns.
+        """
+        turns, thread = pl.cdiv(count, self.count), self.number()
+        number_of_rounds = pl.cdiv(turns, unroll)
+        each = pl.cdiv(turns, max(number_of_rounds, 1))
+
+        def numbers(turn: Any) -> list[jax.Array]:
+            return [(turn * each + i) * self.count + thread for i in range(each)]
+
+        return number_of_rounds, numbers
 
     def parts(self, count: int) -> tuple[int, int, int]:
         """(rounds, numbers of a round, numbers of a thread) of consecutive numbers of a thread.

@@ -26,7 +26,6 @@ Synchronisations:
                         next tile's first step.
 """
 
-import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -130,10 +129,7 @@ def _statistics(ctx: GatedLinearContext, k: Any) -> rows.Statistics:
     """Loads the statistics of the group of block `k`."""
     gate = ctx.shape.gate
     group = lax.div(k, ctx.shape.blocks // gate.groups)
-    mean, scale = (
-        rows.load_statistic(ctx.shared.statistics.at[group, i], ctx.consumer) for i in range(2)
-    )
-    return rows.Statistics(None if gate.norm.kind == "rms" else mean, scale)
+    return rows.load_statistics(ctx.shared.statistics.at[group], ctx.consumer, gate.norm.kind)
 
 
 def _gated(ctx: GatedLinearContext, block: Any, k: Any, of_rows: rows.Statistics) -> jax.Array:
@@ -281,7 +277,6 @@ def gated_linear_kernel(
         shared = jnp.pad(shared, ((0, 0), (0, padding))).reshape(-1)
     options = gate, config.blocks, u is not None, shared_rows
     shape = Shape(count, columns, features, *options)
-    shape = dataclasses.replace(shape, workers=min(num_sms, shape.items))
     scale, bias = (
         None if y is None else rows.padded(jnp.repeat(y, columns // y.size), BLOCK_K)
         for y in (arrays.norm_scale, arrays.norm_bias)
@@ -299,6 +294,6 @@ def gated_linear_kernel(
         config.shared(gate.groups),
         dtype=a.dtype,
         name="ikbo_gated_linear",
-        workers=shape.workers,
+        workers=min(num_sms, shape.items),
     )
     return found

@@ -99,15 +99,14 @@ def begin_sums(tiles: Any, kind: str) -> Sums:
             return Sums(None, None, zero)
         return Sums(tiles[...].astype(jnp.float32)[:, 0], zero, zero)
 
-    is_rms = kind == "rms"
+    is_rms, dtype = kind == "rms", tiles.dtype
 
     @inline.code(mosaic.operand(tiles), returns=_rows(1 if is_rms else 3))
     def found(tiles: ir.Value) -> Any:
         zeros = [stores.row_array([inline.f32(0.0)] * 2) for _ in range(1 if is_rms else 2)]
         if is_rms:
             return tuple(zeros)
-        dtype, thread = _dtype(tiles), stores.late_thread_number()
-        shifts = []
+        thread, shifts = stores.late_thread_number(), []
         for half in (0, 1):
             row = stores.thread_row(thread, half)
             swizzled = row % 8 * 16
@@ -117,11 +116,6 @@ def begin_sums(tiles: Any, kind: str) -> Sums:
         return (stores.row_array(shifts), *zeros)
 
     return Sums(None, None, *found) if is_rms else Sums(*found)
-
-
-def _dtype(tiles: ir.Value) -> Any:
-    is_bf16 = isinstance(ir.MemRefType(tiles.type).element_type, ir.BF16Type)
-    return jnp.bfloat16 if is_bf16 else jnp.float16
 
 
 def add_sums(sums: Sums, tiles: Any, columns: int) -> Sums:
@@ -134,11 +128,11 @@ def add_sums(sums: Sums, tiles: Any, columns: int) -> Sums:
         first = None if sums.first is None else sums.first + jnp.sum(x, axis=1)
         return Sums(sums.shift, first, sums.second + jnp.sum(x * x, axis=1))
 
-    held = [x for x in sums if x is not None]
+    held, dtype = [x for x in sums if x is not None], tiles.dtype
 
     @inline.code(mosaic.operand(tiles), *held, returns=_rows(1 if is_rms else 2))
     def found(tiles: ir.Value, *arrays: mgpu.FragmentedArray) -> Any:
-        dtype, vectors = _dtype(tiles), _Vectors(tiles)
+        vectors = _Vectors(tiles)
         *rest, seconds = map(_numbers, arrays)
         loaded = [[vectors.load(half, i) for i in (0, 1)] for half in (0, 1)]
         for half in (0, 1):
@@ -184,12 +178,17 @@ def statistics(sums: Sums, features: int, eps: float) -> Statistics:
     return Statistics(mean, jax.lax.rsqrt(variance + jnp.float32(eps)))
 
 
-def load_statistic(ref: Any, consumer: Any) -> jax.Array:
-    """Loads a number of each of the consumer's rows from shared memory, [128] f32: [64]."""
-    place = ref.at[pl.ds(consumer * WGMMA_M, WGMMA_M)]
-    if mosaic.is_interpreted():
-        return place[...]
-    return plgpu.load(place, layout=ROW_LAYOUT, optimized=False)
+def load_statistics(ref: Any, consumer: Any, kind: str | None) -> Statistics:
+    """Loads the statistics of the consumer's rows from shared memory, [2, 128] f32."""
+
+    def load(i: int) -> jax.Array:
+        place = ref.at[i, pl.ds(consumer * WGMMA_M, WGMMA_M)]
+        if mosaic.is_interpreted():
+            return place[...]
+        return plgpu.load(place, layout=ROW_LAYOUT, optimized=False)
+
+    mean, scale = map(load, range(2))
+    return Statistics(None if kind == "rms" else mean, scale)
 
 
 def normalise(tiles: Any, of_rows: Statistics, factors: tuple[Any, Any], block: Any) -> None:
@@ -211,12 +210,12 @@ def normalise(tiles: Any, of_rows: Statistics, factors: tuple[Any, Any], block: 
         tiles[...] = x.astype(tiles.dtype)
         return
 
-    held = [x for x in of_rows if x is not None]
+    held, dtype = [x for x in of_rows if x is not None], tiles.dtype
     memory = [x for x in factors if x is not None]
 
     @inline.code(mosaic.operand(tiles), block, *memory, *held)
     def _(tiles: ir.Value, block: Integer, *rest: Any) -> None:
-        dtype, vectors = _dtype(tiles), _Vectors(tiles)
+        vectors = _Vectors(tiles)
         refs = iter(rest[: len(memory)])
         *means, scales = (_numbers(x) for x in rest[len(memory) :])
         loaded = [[vectors.load(half, i) for half in (0, 1)] for i in (0, 1)]

@@ -92,11 +92,15 @@ def _launch(
     num_sms: int,
 ) -> Any:
     """Launches the kernel once; returns the output, or without `cand` the users' fragments."""
-    is_packed = isinstance(config, PackedCompressionConfig)
-    columns = PackedColumns if is_packed else Columns
     (user_phase, user_operands), (cand_phase, cand_operands) = user, cand
     phases, operands = (user_phase, cand_phase), (user_operands, cand_operands)
     dtype = jax.tree.leaves(operands)[0].dtype
+    with_claims, columns = None not in phases, Columns
+    if isinstance(config, PackedCompressionConfig):
+        n = next(phase.n for phase in phases if phase)
+        columns, shared = PackedColumns, config.shared(with_claims=with_claims, n=n)
+    else:
+        shared = config.shared(with_claims=with_claims)
     output = fragments = None
     if cand_phase is not None:
         output = jax.ShapeDtypeStruct((cand_phase.batch, cand_phase.m, cand_phase.n), dtype)
@@ -110,12 +114,6 @@ def _launch(
         user_phase.cost / cand_phase.cost if user_phase and cand_phase else 1.0,
         num_sms // config.cluster,
     )
-    with_claims = None not in phases
-    if isinstance(config, PackedCompressionConfig):
-        n = jax.tree.leaves([phase and phase.n for phase in phases])[0]
-        shared: Any = config.shared(with_claims=with_claims, n=n)
-    else:
-        shared = config.shared(with_claims=with_claims)
 
     def context(shared: Any, operands: Any, outputs: Any) -> CompressionContext:
         claims = None
@@ -196,13 +194,13 @@ def linear_compression_kernel(
     launch_levels = functools.partial(_launch, config=config, num_sms=num_sms)
     last = len(weights) - 1
     is_shared = config.single_launch and last > 0
-    is_packed = isinstance(config, PackedCompressionConfig)
     make_phase: Any = Phase
+    alignment = WEIGHT_ALIGNMENT
     if isinstance(config, PackedCompressionConfig):
         make_phase = functools.partial(PackedPhase, block_n=config.block_n)
-    flops = sum(2 * w.shape[0] * e.size for w, e in zip(weights, embeddings, strict=True))
-    is_short = is_packed and flops < PAD_FROM_FLOPS
-    aligned = _aligned(weights, TMA_ALIGNMENT if is_short else WEIGHT_ALIGNMENT)
+        flops = sum(2 * w.shape[0] * e.size for w, e in zip(weights, embeddings, strict=True))
+        alignment = TMA_ALIGNMENT if flops < PAD_FROM_FLOPS else WEIGHT_ALIGNMENT
+    aligned = _aligned(weights, alignment)
 
     def level(i: int, fragments: Any) -> _Level:
         batch, k, n = embeddings[i].shape

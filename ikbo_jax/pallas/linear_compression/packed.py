@@ -21,10 +21,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from ikbo_jax.pallas.hopper import fragment, granules, mma, mosaic
 from ikbo_jax.pallas.linear_compression.tiles import Columns, Operands, PackedPhase, Tile
 from ikbo_jax.problems.hopper import BLOCK_K, NUM_CONSUMERS, WGMMA_M
-from ikbo_jax.problems.packed_compression import GRANULE, STAGING_SLOTS
-
-#: Granules of an accumulator, one for each warp.
-GRANULES = WGMMA_M // GRANULE
+from ikbo_jax.problems.packed_compression import STAGING_SLOTS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,7 +104,7 @@ class PackedColumns(Columns):
     ) -> None:
         first, begin = self._first_granule(tile), self._first_row(tile)
         for i, acc in enumerate(accs):
-            granules.store(memory, acc, first + i * GRANULES, begin)
+            granules.store(memory, acc, first + i * granules.GRANULES, begin)
 
     def store_chunk(
         self, output: Any, chunk: int, finished: tuple[jax.Array, ...], tile: Tile, is_valid: Any
@@ -140,7 +137,7 @@ class PackedColumns(Columns):
 
     def _first_granule(self, tile: Tile) -> Any:
         """Returns the number of the first granule of this consumer's first accumulator."""
-        return self._first_accumulator(tile) * GRANULES
+        return self._first_accumulator(tile) * granules.GRANULES
 
     def _first_row(self, tile: Tile) -> Any:
         """Returns this consumer's first compressed row."""

@@ -208,7 +208,10 @@ def _consume(ctx: WarpgroupContext) -> None:
         if output is not None:
             _store(ctx, place, staging, tile, part)
         else:
-            _store_fragments(ctx, place, fragments_out, tile, part, accs)
+            first = place.split * phase.granules + tile * (layout.block_n // GRANULE)
+            begin = place.group * layout.rows + part * layout.block_m
+            for i, acc in enumerate(accs):
+                granules.store(fragments_out, acc, first + i * granules.GRANULES, begin)
 
     def one(tile: Any, users: Any) -> Any:
         tile = mosaic.opaque(tile)
@@ -222,22 +225,6 @@ def _consume(ctx: WarpgroupContext) -> None:
     lax.fori_loop(place.begin, place.end, one, look_up(ctx, place, place.begin))
     if output is not None:
         plgpu.wait_smem_to_gmem(0, wait_read_only=False)
-
-
-def _store_fragments(
-    ctx: WarpgroupContext,
-    place: Place,
-    memory: fragment.Fragment,
-    tile: Any,
-    part: Any,
-    accs: tuple[jax.Array, ...],
-) -> None:
-    phase, layout = ctx.shape, ctx.shape.layout
-    first = place.split * phase.granules + tile * (layout.block_n // GRANULE)
-    begin = place.group * layout.rows + part * layout.block_m
-    for i, acc in enumerate(accs):
-        at = first + i * (WGMMA_M // GRANULE)
-        granules.store(memory, acc, at, begin)
 
 
 def _launch(phase: Phase, operands: Operands, *, is_last: bool, columns: int) -> Any:

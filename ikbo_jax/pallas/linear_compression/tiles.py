@@ -37,16 +37,17 @@ class Phase:
     k_offset: int  # first column of this level in the weight operand
     from_fragments: bool  # whether its tiles add fragments of the coarser level
     cluster: int
+    block_n: int = BLOCK_N
 
     @property
     def accumulators(self) -> int:
         """Number of a consumer's accumulators, each of 64 embedding columns by `block_m`."""
-        return 1
+        return pl.cdiv(self.block_n, BLOCK_N)
 
     @property
     def parts(self) -> int:
         """Number of parts of a tile's compressed rows: 2 if each consumer has a half."""
-        return 1
+        return row_parts(self.block_n)
 
     @property
     def consumer_rows(self) -> int:
@@ -74,6 +75,8 @@ class Phase:
     @property
     def last_consumer_rows(self) -> int:
         """Number of a consumer's compressed rows in the last M tile, a multiple of 8 for WGMMA."""
+        if self.parts > 1:
+            return self.consumer_rows
         return pl.cdiv(self.m - (self.m_tiles - 1) * self.block_m, 8) * 8
 
     @property
@@ -125,24 +128,7 @@ class Blocks:
 
 @dataclasses.dataclass(frozen=True)
 class PackedPhase(Blocks, Phase):
-    """Tiles that span rows of the batch: column c of all tiles is column c % N of row c // N.
-
-    A tile has `block_n` columns.
-    """
-
-    block_n: int
-
-    @property
-    def accumulators(self) -> int:
-        return pl.cdiv(self.block_n, BLOCK_N)
-
-    @property
-    def parts(self) -> int:
-        return row_parts(self.block_n)
-
-    @property
-    def last_consumer_rows(self) -> int:
-        return self.consumer_rows if self.parts > 1 else super().last_consumer_rows
+    """Tiles that span rows of the batch: column c of all tiles is column c % N of row c // N."""
 
     @property
     def holds_fragments_early(self) -> bool:
