@@ -90,25 +90,21 @@ def activate_with_slope(
 def by_chunks(names: tuple[str, ...], head: Any, x: jax.Array, evaluate: Any) -> Any:
     """Calls `evaluate(name, x)` for the head's activation, a chunk of x [64, columns] at a time."""
 
+    kinds = tuple(dict.fromkeys(names))
+
     def of_head(x: jax.Array) -> Any:
-        return _of_head(names, head, lambda name: evaluate(name, x))
+        if len(kinds) == 1:
+            return evaluate(kinds[0], x)
+        kind = jnp.int32(0)
+        for i, name in enumerate(names):
+            if number := kinds.index(name):
+                kind = jnp.where(head == i, jnp.int32(number), kind)
+        return lax.switch(kind, [functools.partial(evaluate, name, x) for name in kinds])
 
     if mosaic.is_interpreted():
         return of_head(x)
     chunks = [lax.slice(x, (0, i), (x.shape[0], i + CHUNK)) for i in range(0, x.shape[1], CHUNK)]
     return jax.tree.map(lambda *parts: lax.concatenate(parts, 1), *map(of_head, chunks))
-
-
-def _of_head(names: tuple[str, ...], head: Any, evaluate: Any) -> Any:
-    """Calls `evaluate` for the head's activation; branches only where activations differ."""
-    kinds = tuple(dict.fromkeys(names))
-    if len(kinds) == 1:
-        return evaluate(kinds[0])
-    kind = jnp.int32(0)
-    for i, name in enumerate(names):
-        if number := kinds.index(name):
-            kind = jnp.where(head == i, jnp.int32(number), kind)
-    return lax.switch(kind, [functools.partial(evaluate, name) for name in kinds])
 
 
 def evaluate_one(name: str, approx: str | None, x: jax.Array, *, needs_slope: bool) -> Pair:

@@ -66,10 +66,16 @@ def load_words(
     address: ir.Value, vectors: int, width: int, threads: int = WARPGROUP_SIZE
 ) -> list[ir.Value]:
     """Loads `vectors` vectors of `width` words, `threads` vectors apart."""
-    words = []
+    kind, words = _vector_type(width), []
     for v in range(vectors):
-        words += inline.load_vector(_offset(address, inline.i32(v * threads * width)), width)
+        at = _offset(address, inline.i32(v * threads * width))
+        loaded = llvm.load(kind, at, alignment=4 * width)
+        words += [vector.extract(loaded, [], [i]) for i in range(width)]
     return words
+
+
+def _vector_type(width: int) -> ir.Type:
+    return ir.VectorType.get((width,), ir.IntegerType.get_signless(32))
 
 
 def load(memory: Fragment, columns: int) -> Fragment:
@@ -117,10 +123,9 @@ def store(memory: Fragment, value: jax.Array) -> None:
     def _(upper: ir.Value, lower: ir.Value, array: mgpu.FragmentedArray) -> None:
         for plane, width, words in zip((upper, lower), (4, 2), words_of(array), strict=True):
             address = _own_words(plane, width)
-            kind = ir.VectorType.get((width,), ir.IntegerType.get_signless(32))
             for i in range(0, len(words), width):
                 at = _offset(address, inline.i32(i * WARPGROUP_SIZE))
-                stored = vector.from_elements(kind, words[i : i + width])
+                stored = vector.from_elements(_vector_type(width), words[i : i + width])
                 llvm.store(stored, at, alignment=4 * width)
 
 

@@ -12,7 +12,7 @@ import numpy as np
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm, vector
+from jaxlib.mlir.dialects import arith, vector
 
 from ikbo_jax.problems.hopper import WGMMA_M
 
@@ -189,13 +189,6 @@ def compute_word(ptx: str, *operands: ir.Value) -> Integer:
     """Computes 32 bits by PTX that LLVM may move or drop."""
     kind = ir.IntegerType.get_signless(32)
     return Integer(mgpu.utils.inline_ptx(ptx, *operands, result_types=kind))
-
-
-def load_vector(address: ir.Value, width: int) -> list[ir.Value]:
-    """Loads `width` neighbouring words of 32 bits."""
-    kind = ir.VectorType.get((width,), ir.IntegerType.get_signless(32))
-    loaded = llvm.load(kind, address, alignment=4 * width)
-    return [vector.extract(loaded, [], [i]) for i in range(width)]
 
 
 def array(values: Sequence[ir.Value], shape: tuple[int, ...]) -> mgpu.FragmentedArray:

@@ -119,19 +119,15 @@ class Roles:
       produce: takes the context, on one warp of the producer; None: the CTA has `warpgroups`
         consumers alone, which have the registers that ptxas gives them.
       consume: takes the context, whose `consumer` is 0 or 1, on each consumer warpgroup.
-      assist: takes the context, on `assistants` (1 to 3) other warps of the producer, which are a
-        warpgroup under interpretation; None: there are none.
-      watch: likewise, on `watchers` warps after those.
+      assist: functions that take the context on other warps of the producer, and each one's number
+        of warps; under interpretation, each has a warpgroup.
       registers: per thread of a consumer and of the producer warpgroup.
     """
 
     context: Callable[[Any, Any, Any], WarpgroupContext]
     produce: Callable[[Any], None] | None
     consume: Callable[[Any], None]
-    assist: Callable[[Any], None] | None = None
-    assistants: int = 1
-    watch: Callable[[Any], None] | None = None
-    watchers: int = 1
+    assist: tuple[tuple[Callable[[Any], None], int], ...] = ()
     registers: tuple[int, int] = (CONSUMER_REGISTERS, PRODUCER_REGISTERS)
     warpgroups: int = 1
 
@@ -174,8 +170,7 @@ def launch(
             ctx = ctx.replace(counter=pl.get_global(plgpu.SemaphoreType.REGULAR((1,))))
         _dispatch(roles, ctx)
 
-    others = [role for role in (roles.assist, roles.watch) if role and mosaic.is_interpreted()]
-    num_threads = NUM_CONSUMERS + 1 + len(others)
+    num_threads = NUM_CONSUMERS + 1 + len(roles.assist) * mosaic.is_interpreted()
     clustered: Any = {"cluster": (cluster,), "cluster_names": ("cluster",)} if cluster > 1 else {}
     return mosaic.kernel(
         body,
@@ -230,12 +225,10 @@ def _type(kind: Any, dtype: Any) -> Any:
             return mosaic.column_blocks(shape, dtype)
         case memory.Rows(shape) | memory.Staging(shape):
             return plgpu.SMEM(shape, dtype)
-        case memory.Floats(shape, is_swizzled):
-            swizzle: Any = plgpu.SwizzleTransform
-            transforms = (
-                (swizzle(mosaic.SWIZZLE),) if is_swizzled and not mosaic.is_interpreted() else ()
-            )
-            return plgpu.SMEM(shape, jnp.float32, transforms=transforms)
+        case memory.Floats(shape, is_swizzled=True):
+            return mosaic.column_blocks(shape, jnp.float32)
+        case memory.Floats(shape):
+            return plgpu.SMEM(shape, jnp.float32)
         case memory.Words(shape):
             return plgpu.SMEM(shape, jnp.int32)
     options = {"num_arrivals": kind.arrivals, "num_barriers": kind.count}
@@ -251,17 +244,16 @@ def _dispatch(roles: Roles, ctx: WarpgroupContext) -> None:
     if roles.produce is None:
         roles.consume(ctx)
         return
-    numbers = [(roles.produce, 1), (roles.assist, roles.assistants), (roles.watch, roles.watchers)]
+    warps = [(functools.partial(x, ctx), n) for x, n in ((roles.produce, 1), *roles.assist)]
 
     @pl.when(warpgroup == NUM_CONSUMERS)
     def _producer() -> None:
         plgpu.set_max_registers(roles.registers[1], action="decrease")
-        warps = [(functools.partial(role, ctx), n) for role, n in numbers if role is not None]
         mosaic.on_warps(warps)
 
-    for i, (role, _) in enumerate(numbers[1:], start=1):
-        if ctx.interpret and role is not None:
-            pl.when(warpgroup == NUM_CONSUMERS + i)(functools.partial(role, ctx))
+    for i, (assist, _) in enumerate(warps[1:], start=NUM_CONSUMERS + 1):
+        if ctx.interpret:
+            pl.when(warpgroup == i)(assist)
 
     @pl.when(warpgroup < NUM_CONSUMERS)
     def _consumer() -> None:

@@ -101,8 +101,8 @@ def operand_tile(shape: tuple[int, ...], dtype: Any) -> Any:
     a multiple of 8 (K = 866, M = 433), but a row-major layout with one swizzled column block has
     the same bytes. So the type is a union of both views; for the interpreter, one plain array.
     """
-    if shape[-1] != swizzle_columns(dtype) or shape[-2] % 8:
-        columns = swizzle_columns(dtype)
+    columns = swizzle_columns(dtype)
+    if shape[-1] != columns or shape[-2] % 8:
         raise ValueError(f"an operand tile needs {columns} columns and 8n rows, got {shape}")
     if is_interpreted():
         return plgpu.SMEM(shape, dtype)

@@ -102,9 +102,8 @@ def _read(tiles: Any, first: int, places: Places, columns: int) -> jax.Array:
 
     @inline.code(mosaic.operand(tiles), places.begin, returns=rows)
     def read(tiles: ir.Value, begin: Integer) -> mgpu.FragmentedArray:
-        def row_of(row: Integer) -> Integer:
-            return places.of(begin, row) + first
-
-        return operand_tiles.read_matrices(tiles, stores.thread_number(), columns, row_of)
+        return operand_tiles.read_matrices(
+            tiles, stores.thread_number(), columns, lambda row: places.of(begin, row) + first
+        )
 
     return read

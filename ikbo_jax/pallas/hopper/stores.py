@@ -119,8 +119,8 @@ def thread_row(thread: Integer, half: int) -> Integer:
     return warp * 16 + lane + 8 * half
 
 
-def row_numbers(rows: Any) -> list[Integer]:
-    """Extracts the integers of a thread's two rows of [64] in `ROW_LAYOUT`, or repeats a scalar."""
+def row_numbers(rows: Any) -> list[Any]:
+    """Extracts the numbers of a thread's two rows of [64] in `ROW_LAYOUT`, or repeats a scalar."""
     if isinstance(rows, Integer):
         return [rows, rows]
     return [Integer(vector.extract(x, [], [0])) for x in rows.registers.flat]

@@ -275,8 +275,7 @@ def gated_linear_kernel(
     if shared is not None:
         shared_rows, padding = count // shared.shape[0], -features % (config.blocks * BLOCK_K)
         shared = jnp.pad(shared, ((0, 0), (0, padding))).reshape(-1)
-    options = gate, config.blocks, u is not None, shared_rows
-    shape = Shape(count, columns, features, *options)
+    shape = Shape(count, columns, features, gate, config.blocks, u is not None, shared_rows)
     scale, bias = (
         None if y is None else rows.padded(jnp.repeat(y, columns // y.size), BLOCK_K)
         for y in (arrays.norm_scale, arrays.norm_bias)
@@ -287,7 +286,7 @@ def gated_linear_kernel(
             functools.partial(GatedLinearContext, shape, config),
             load_weights,
             consume,
-            assist=load_rows,
+            ((load_rows, 1),),
         ),
         Operands(u, a, scale, bias, weight, arrays.residual, shared),
         (jax.ShapeDtypeStruct((count, features), a.dtype),),

@@ -399,17 +399,13 @@ def norm_linear_kernel(
     out = [jax.ShapeDtypeStruct((count, c), x.dtype) for c in columns]
     is_kept = (has_projection and name != "identity" for name in activations)
     outputs = out, [like if kept else None for like, kept in zip(out, is_kept, strict=True)]
-    early: dict[str, Any] = {}
+    context = functools.partial(NormLinearContext, shape, config)
+    roles = Roles(context, load_weights, consume, ((load_rows, 1),))
     if config.is_early:
-        early = {"watch": load_statistics, "watchers": STATISTICS_WARPS, "registers": (224, 56)}
+        assist = (*roles.assist, (load_statistics, STATISTICS_WARPS))
+        roles = dataclasses.replace(roles, assist=assist, registers=(224, 56))
     found = launch(
-        Roles(
-            functools.partial(NormLinearContext, shape, config),
-            load_weights,
-            consume,
-            assist=load_rows,
-            **early,
-        ),
+        roles,
         Operands(x, scale, bias, flat, of_columns),
         outputs,
         config.shared(),

@@ -57,26 +57,24 @@ def compute(x: Any, first: Any, target: Any, norm: Norm, warp_count: int) -> Non
 
 
 def _sums(
-    base: ir.Value, of_row: ir.Value, features: int, norm: Norm, dtype: Any
+    base: ir.Value, of_row: Integer, features: int, norm: Norm, dtype: Any
 ) -> tuple[ir.Value, ir.Value, ir.Value]:
     """Computes a lane's (shift, sum of x - shift, sum of its squares); see `rows.Sums`."""
-    word, is_rms = ir.IntegerType.get_signless(32), norm.kind == "rms"
+    byte, word = (ir.IntegerType.get_signless(bits) for bits in (8, 32))
     zero, count = inline.f32(0.0), features // NUMBERS
     shift = total = squares = zero
-    if not is_rms:
+    if norm.kind != "rms":
         loaded = inline.issue("ld.global.b32 $0, [$1];", base, result_types=word)
         shift = row_vectors.unpacked(loaded, dtype)[0]
-    numbers = [arith.addi(of_row, inline.i32(i)) for i in range(0, count, _QUAD)]
+    numbers = [of_row + i for i in range(0, count, _QUAD)]
     for begin in range(0, len(numbers), _FLIGHT):
         part = numbers[begin : begin + _FLIGHT]
-        wanted = [arith.cmpi(arith.CmpIPredicate.slt, i, inline.i32(count)) for i in part]
+        wanted = [i < count for i in part]
         vectors = [
             inline.issue(
                 "{ .reg .pred p; setp.ne.b32 p, $5, 0; mov.b32 $0, 0; mov.b32 $1, 0; "
                 "mov.b32 $2, 0; mov.b32 $3, 0; @p ld.global.v4.b32 {$0, $1, $2, $3}, [$4]; }",
-                mgpu.utils.getelementptr(
-                    base, [arith.muli(i, inline.i32(2 * NUMBERS))], ir.IntegerType.get_signless(8)
-                ),
+                mgpu.utils.getelementptr(base, [i * (2 * NUMBERS)], byte),
                 arith.extui(word, is_wanted),
                 result_types=[word] * WORDS,
             )

@@ -44,15 +44,6 @@ class Statistics(NamedTuple):
     scale: jax.Array
 
 
-def _rows(count: int) -> Any:
-    return (jax.ShapeDtypeStruct((WGMMA_M,), jnp.float32),) * count
-
-
-def _numbers(array: mgpu.FragmentedArray) -> list[ir.Value]:
-    """Extracts the numbers of a thread's two rows."""
-    return [vector.extract(register, [], [0]) for register in array.registers.flat]
-
-
 class _Vectors:
     """A thread's vectors of an operand tile [64, 64]: two of each of its two rows."""
 
@@ -61,7 +52,7 @@ class _Vectors:
         of_row, row_of_8 = stores.digits(thread, (4, 8))
         #: Number of the thread's first vector of a row; the other one is 4 vectors before or after.
         self.first = of_row + row_of_8 % 2 * 4
-        self._base = mgpu.utils.memref_ptr(tiles)
+        self._tiles = tiles
         row_offset = stores.thread_row(thread, 0) * mosaic.SWIZZLE
         self._offset = row_offset + (self.first ^ row_of_8) * 16
 
@@ -71,8 +62,7 @@ class _Vectors:
 
     def _address(self, half: int, i: int) -> ir.Value:
         offset = (self._offset ^ 4 * i * 16) + half * 8 * mosaic.SWIZZLE
-        byte = ir.IntegerType.get_signless(8)
-        return mgpu.utils.getelementptr(self._base, [offset], byte)
+        return inline.address(self._tiles, offset, 8)
 
     def load(self, half: int, i: int) -> list[ir.Value]:
         ptx = "ld.shared.v4.b32 {$0, $1, $2, $3}, [$4];"
@@ -93,19 +83,15 @@ def _fma(a: ir.Value, b: ir.Value, c: ir.Value) -> ir.Value:
 
 def begin_sums(tiles: Any, kind: str) -> Sums:
     """Begins the sums of rows whose first block is in `tiles`."""
+    zero = plgpu.layout_cast(jnp.zeros((WGMMA_M,), jnp.float32), ROW_LAYOUT)
+    if kind == "rms":
+        return Sums(None, None, zero)
     if mosaic.is_interpreted():
-        zero = jnp.zeros((WGMMA_M,), jnp.float32)
-        if kind == "rms":
-            return Sums(None, None, zero)
         return Sums(tiles[...].astype(jnp.float32)[:, 0], zero, zero)
+    dtype = tiles.dtype
 
-    is_rms, dtype = kind == "rms", tiles.dtype
-
-    @inline.code(mosaic.operand(tiles), returns=_rows(1 if is_rms else 3))
-    def found(tiles: ir.Value) -> Any:
-        zeros = [stores.row_array([inline.f32(0.0)] * 2) for _ in range(1 if is_rms else 2)]
-        if is_rms:
-            return tuple(zeros)
+    @inline.code(mosaic.operand(tiles), returns=zero)
+    def shift(tiles: ir.Value) -> mgpu.FragmentedArray:
         thread, shifts = stores.late_thread_number(), []
         for half in (0, 1):
             row = stores.thread_row(thread, half)
@@ -113,9 +99,9 @@ def begin_sums(tiles: Any, kind: str) -> Sums:
             address = inline.address(tiles, row * mosaic.SWIZZLE + swizzled, 8)
             word = inline.issue_word("ld.shared.b32 $0, [$1];", address)
             shifts.append(row_vectors.unpacked(word, dtype)[0])
-        return (stores.row_array(shifts), *zeros)
+        return stores.row_array(shifts)
 
-    return Sums(None, None, *found) if is_rms else Sums(*found)
+    return Sums(shift, zero, zero)
 
 
 def add_sums(sums: Sums, tiles: Any, columns: int) -> Sums:
@@ -130,10 +116,10 @@ def add_sums(sums: Sums, tiles: Any, columns: int) -> Sums:
 
     held, dtype = [x for x in sums if x is not None], tiles.dtype
 
-    @inline.code(mosaic.operand(tiles), *held, returns=_rows(1 if is_rms else 2))
+    @inline.code(mosaic.operand(tiles), *held, returns=(sums.second,) * (1 if is_rms else 2))
     def found(tiles: ir.Value, *arrays: mgpu.FragmentedArray) -> Any:
         vectors = _Vectors(tiles)
-        *rest, seconds = map(_numbers, arrays)
+        *rest, seconds = map(stores.row_numbers, arrays)
         loaded = [[vectors.load(half, i) for i in (0, 1)] for half in (0, 1)]
         for half in (0, 1):
             for i in (0, 1):
@@ -162,7 +148,7 @@ def statistics(sums: Sums, features: int, eps: float) -> Statistics:
 
         @inline.code(x, returns=x)
         def of_threads(x: mgpu.FragmentedArray) -> Any:
-            numbers = _numbers(x)
+            numbers: list[Any] = stores.row_numbers(x)
             for distance in (1, 2):
                 numbers = [arith.addf(y, mgpu.utils.shfl_bfly(y, distance)) for y in numbers]
             return stores.row_array(numbers)
@@ -217,7 +203,7 @@ def normalise(tiles: Any, of_rows: Statistics, factors: tuple[Any, Any], block: 
     def _(tiles: ir.Value, block: Integer, *rest: Any) -> None:
         vectors = _Vectors(tiles)
         refs = iter(rest[: len(memory)])
-        *means, scales = (_numbers(x) for x in rest[len(memory) :])
+        *means, scales = map(stores.row_numbers, rest[len(memory) :])
         loaded = [[vectors.load(half, i) for half in (0, 1)] for i in (0, 1)]
         parts = [None if x is None else next(refs) for x in factors]
         first = block * BLOCK_K

@@ -185,10 +185,7 @@ def _consume(ctx: WarpgroupContext) -> None:
     if layout.has_one_user:
         load_one_user(ctx, place)
     load_weights(ctx, place)
-
-    of_user = None
-    if layout.has_one_user:
-        of_user = _multiply(ctx, 0, 0, of_user=True)
+    of_user = _multiply(ctx, 0, 0, of_user=True) if layout.has_one_user else None
 
     def load_again(tile: Any) -> None:
         ahead = tile + layout.stages
@@ -266,11 +263,9 @@ def resident_compression(
     result: Any = None
     for i, layout in layouts.items():
         tiles = layout.tiles(batches[i], n)
-        workers = min(tiles, max(1, num_sms * layout.ctas // layout.shares))
-        if layout.by_threads:
-            workers = tiles
+        most = tiles if layout.by_threads else max(1, num_sms * layout.ctas // layout.shares)
         users = batches[i - 1] if i else 0
-        phase = Phase(batches[i], ks[i], m, n, layout, phase, users, workers)
+        phase = Phase(batches[i], ks[i], m, n, layout, phase, users, min(tiles, most))
         of_users = (weights[i - 1], embeddings[i - 1]) if layout.gathered else None
         operands = Operands(weights[i], embeddings[i], of_users, parents[i], result)
         is_last = i == len(weights) - 1

@@ -116,16 +116,11 @@ def sources_of(ctx: WarpgroupContext, *, of_user: bool) -> list[Source]:
 
 def load_tile(ctx: WarpgroupContext, place: Place, tile: Any) -> None:
     """Issues the loads of a tile's embeddings."""
-    phase, shared = ctx.shape, ctx.shared
+    phase, shared, embedding = ctx.shape, ctx.shared, ctx.operands.embedding
     layout = phase.layout
     if layout.by_threads:
-        weights.load_blocks(
-            ctx.operands.embedding,
-            shared.embedding,
-            phase.first_block(place, tile),
-            phase.blocks_of_row,
-            place.split * layout.k,
-        )
+        first, first_k = phase.first_block(place, tile), place.split * layout.k
+        weights.load_blocks(embedding, shared.embedding, first, phase.blocks_of_row, first_k)
         return
     stage = lax.rem(tile - place.begin, layout.stages)
     for step in range(layout.steps):
@@ -134,14 +129,12 @@ def load_tile(ctx: WarpgroupContext, place: Place, tile: Any) -> None:
         rows = pl.ds(place.split * layout.k + step * layout.depth, layout.depth)
         first = phase.first_block(place, tile)
         if phase.blocks_of_row == 1:
-            source = ctx.operands.embedding.at[pl.ds(first, phase.blocks), rows]
+            source = embedding.at[pl.ds(first, phase.blocks), rows]
             plgpu.copy_gmem_to_smem(source, target, ready)
             continue
         for i in range(phase.blocks):
             row, columns = phase.at(first + i)
-            plgpu.copy_gmem_to_smem(
-                ctx.operands.embedding.at[row, rows, columns], target.at[i], ready
-            )
+            plgpu.copy_gmem_to_smem(embedding.at[row, rows, columns], target.at[i], ready)
     if layout.gathered is not None and not layout.has_one_user:
         _gather(ctx, place, tile, stage)
 
