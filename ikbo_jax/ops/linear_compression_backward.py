@@ -15,9 +15,8 @@ from ikbo_jax.ops.sharded import run_kernel
 from ikbo_jax.ops.stacking import concatenate, own_index, stack, unstack
 from ikbo_jax.problems import LinearCompressionBackwardProblem, LinearCompressionProblem
 from ikbo_jax.problems.linear_compression_backward import (
-    LinearCompressionBackwardConfig,
     WeightGradientConfig,
-    default_config,
+    embedding_config,
     illegal_reason,
 )
 from ikbo_jax.problems.look_up import SegmentSumProblem
@@ -98,7 +97,7 @@ def kernel_vjp(
     parents: Sequence[jax.Array | None],
     cotangent: jax.Array,
     *,
-    config: LinearCompressionBackwardConfig,
+    config: WeightGradientConfig,
     num_sms: int,
     problems: int = 1,
     dtypes: Dtypes = (None, None, None),
@@ -122,6 +121,7 @@ def kernel_vjp(
     from ikbo_jax.pallas.linear_compression_backward.d_weight import d_weight_kernel
 
     options: dict[str, Any] = {"num_sms": num_sms}
+    problem = problem_of(Arrays(tuple(weights), tuple(embeddings), tuple(parents)))
     weight_dtype, coarser_dtype, finest_dtype = dtypes
     d_weights: list[jax.Array] = []
     d_embeddings: list[jax.Array] = []
@@ -136,15 +136,16 @@ def kernel_vjp(
             d_weight = d_weight_kernel(
                 d_result,
                 embedding,
-                config=config.weight,
+                config=config,
                 problems=problems,
                 sources=sources,
                 dtype=weight_dtype,
                 **options,
             )
             if dtype is None or jnp.dtype(dtype) == embedding.dtype:
+                of_level = embedding_config(problem, level)
                 d_embedding = linear_compression_kernel(
-                    (weight.T,), (d_result,), (None,), config=config.embeddings[level], **options
+                    (weight.T,), (d_result,), (None,), config=of_level, **options
                 )
             else:
                 d_embedding = jnp.einsum(
@@ -210,10 +211,9 @@ def _launch(
 ) -> Gradients:
     # A candidate is on one device, unless every device has a part of M.
     finest_dtype = call.dtype if call.is_m_divided else None
-    default = default_config(problem_of(arrays))
     fn = functools.partial(
         kernel_vjp,
-        config=dataclasses.replace(default, weight=call.backward_config),
+        config=call.backward_config,
         problems=problems,
         dtypes=(call.dtype, call.dtype, finest_dtype),
         num_sms=call.request.num_sms,

@@ -249,7 +249,7 @@ def _launch(
     )
     context = functools.partial(BackwardContext, shape, config)
     found = launch(
-        Roles(context, produce, consume, write if config.has_d_query else None),
+        Roles(context, produce, consume, ((write, 1),) if config.has_d_query else ()),
         operands,
         outputs,
         config.shared(shape.head_dim),
