@@ -72,8 +72,6 @@ def d_query_kernel(
     rows: Rows,
     shape: context.Shape,
     config: AttentionBackwardConfig,
-    *,
-    num_sms: int,
 ) -> jax.Array:
     """Computes d_query [B * T, N, H] in the caller's order."""
     assert rows.tiles is not None
@@ -87,7 +85,7 @@ def d_query_kernel(
         head_dim=shape.head_dim,
         activation=ActivationSpec.of(settings, dtype),
         scales=(shape.scale,),
-        workers=min(num_sms, (rows.tiles.shape[0] - 1) * shape.kv_heads),
+        workers=shape.query_workers,
         rows=shape,
     )
     keys_values = tuple(x.reshape(-1, *x.shape[2:]) for x in (key, value))
