@@ -25,13 +25,10 @@ class Shape(AttentionShape):
     """Static description of a launch."""
 
     log2_scale: float
-    sum_limit: float
     workers: int
     most_tiles: int  # of all heads
     output_scale: float = 1.0
     cap: Cap | None = None  # of the scores, before `log2_scale`
-    page: int = 0  # positions of a page, a multiple of a block's keys; 0: there are none
-    own: OwnStages | None = None  # None: there are no own tokens
 
     @property
     def row_tiles(self) -> int:
@@ -72,16 +69,26 @@ class AttentionContext(FlashContext):
     ends: int = 0
 
     @property
+    def own(self) -> OwnStages | None:
+        """The stages of values that have a pass's own tokens; None: there are none."""
+        if self.operands.self_key is None:
+            return None
+        found: OwnStages = self.config.own_stages(self.shape.q_len)
+        return found
+
+    @property
+    def page(self) -> int:
+        """Positions of a page, a multiple of a block's keys; 0: there are none."""
+        return 0 if self.operands.pages is None else int(self.operands.key.shape[1])
+
+    @property
     def is_early(self) -> bool:
         """Whether scores of the next pass are computed while a pass is stored.
 
         Wider heads, partial passes and own tokens have too few registers.
         """
-        if self.shape.own:
-            return False
-        has_registers = (
-            self.shape.head_dim <= EARLY_SCORES_MAX_WIDTH and not self.shape.has_partial_passes
-        )
+        is_narrow = self.shape.head_dim <= EARLY_SCORES_MAX_WIDTH
+        has_registers = is_narrow and not self.shape.has_partial_passes and self.own is None
         return self.config.early_scores and has_registers and self.config.q_slots > 1
 
     @property
@@ -99,7 +106,7 @@ class AttentionContext(FlashContext):
 
     def value_step(self, index: Any, step: Any) -> Any:
         """Returns the step of pass `index` among values, behind own tokens."""
-        own = self.shape.own
+        own = self.own
         return step if own is None else step + (index - self.ends + 1) * own.number
 
     def step_after(self, item: Item, first_step: Any) -> Any:
