@@ -126,11 +126,6 @@ class GdpaBackwardConfig(Config):
             statistics_free=statistics_free,
         )
 
-    def smem_bytes(
-        self, head_dim: int, softmax_results: int | None = None, has_mask: bool = False
-    ) -> int:
-        return memory.smem_bytes(self.shared(head_dim, softmax_results, has_mask))
-
     def illegal_reason(self, problem: GdpaSizes) -> str | None:
         if reason := _why_not_capped(problem):
             return reason
@@ -150,11 +145,11 @@ class GdpaBackwardConfig(Config):
             return reason
         if self.stages < 2:
             return f"stages must be at least 2, but is {self.stages}"
-        smem_bytes = max(
-            self.smem_bytes(head_dim, results if has_softmax else None, bool(problem.mask))
+        shared = [
+            self.shared(head_dim, results if has_softmax else None, bool(problem.mask))
             for results in (1, 2)
-        )
-        return hopper.why_not_smem(self, smem_bytes, head_dim)
+        ]
+        return hopper.why_not_smem(self, max(map(memory.smem_bytes, shared)), head_dim)
 
 
 #: Of the kernel that multiplies stored gradients of scores by keys.

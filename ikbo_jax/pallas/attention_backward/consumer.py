@@ -25,7 +25,7 @@ from ikbo_jax.pallas.attention_backward.context import (
     BackwardContext,
     receive_items,
 )
-from ikbo_jax.pallas.hopper import mma, mosaic, operand_tiles, stores, turns
+from ikbo_jax.pallas.hopper import mma, mosaic, turns
 from ikbo_jax.pallas.hopper.visible import Visible
 from ikbo_jax.problems.attention_backward import BLOCK_KV, D_SCORES_BUFFERS
 from ikbo_jax.problems.hopper import NUM_CONSUMERS, WGMMA_K, WGMMA_M
@@ -237,23 +237,23 @@ def _block(
     if ctx.has_halves:
         shared.queries.release(ctx.query_slot(step, QUERY))
     d_query: list[jax.Array] = []
-    overlaps = not ctx.has_d_query and ctx.config.block_q <= MAX_OVERLAPPED_BLOCK_Q
+    overlaps = not ctx.config.has_d_query and ctx.config.block_q <= MAX_OVERLAPPED_BLOCK_Q
     mma.wait(int(overlaps))
     if not overlaps:
         sums[-1] = mma.after_wait(sums[-1])
     d_weights = mma.after_wait(d_weights)
     d_scores = (slope * (d_weights - _statistic(ctx, step, DELTA))).astype(dtype)
-    if ctx.stores_d_scores:
+    if ctx.config.stores_d_scores:
         # TMA has read the buffer, which held the block before the last one.
         plgpu.wait_smem_to_gmem(D_SCORES_BUFFERS - 1, wait_read_only=True)
-    if ctx.has_d_query or ctx.stores_d_scores:
+    if ctx.config.has_d_query or ctx.config.stores_d_scores:
         tile = _d_scores_tile(ctx, step, 0)
         store.stage_transposed(tile, d_scores)
-    if ctx.has_d_query:
+    if ctx.config.has_d_query:
         plgpu.commit_smem()
     if ctx.shape.has_key:
         sums[0] = add(sums[0], d_scores, QUERY)
-    if ctx.has_d_query:
+    if ctx.config.has_d_query:
         turns.synchronise_consumers()
         d_query = [_issue_d_query(ctx, item, step)]
     # After the last block, its scores are computed once more, in vain (of d_out, where another
@@ -263,7 +263,7 @@ def _block(
     pl.when(~is_last)(lambda: _receive_block(ctx, item, block + 1, step + 1))
     half = is_last.astype(jnp.int32) if ctx.has_halves else None
     scores = _issue_scores(ctx, item, next_step, QUERY, half)
-    if ctx.stores_d_scores:
+    if ctx.config.stores_d_scores:
         _store_d_scores(ctx, item, block, step)
     mma.wait(1)
     sums, d_query = ([mma.after_wait(x) for x in found] for found in (sums, d_query))
@@ -297,34 +297,14 @@ def _tile(ctx: BackwardContext, item: Any, blocks: Any, first_step: Any) -> None
 
 def _store(ctx: BackwardContext, item: Any, sums: Sequence[jax.Array]) -> None:
     """Stores the sums of `ctx.sums` for 64 keys, staged in place of operands; frees the slot."""
-    shape, shared = ctx.shape, ctx.shared
-    consumer = mosaic.warpgroup_index()
-    slot = ctx.shared.keys_values.slot(mosaic.opaque(item))
+    shared, consumer = ctx.shared, mosaic.warpgroup_index()
+    slot = shared.keys_values.slot(mosaic.opaque(item))
     part, head, tile = (shared.items.words[slot, i] for i in (PART, HEAD, TILE))
     first = tile * BLOCK_KV + consumer * WGMMA_M
-    if ctx.sums[0].dtype == jnp.float32:
-        rows = jnp.clip(shape.kv_len - first, 0, WGMMA_M)
-        place = (part * shape.kv_len + first, head, jnp.int32(0), rows)
-        for target, total in zip(ctx.sums, sums, strict=True):
-            stores.store_rows(target, total, *place)
-        plgpu.barrier_arrive(shared.keys_values.free.at[slot])
-        return
-    for operand, total in enumerate(sums):
-        rows = total.astype(ctx.operands.key.dtype)
-        tiles = shared.keys_values.tiles[0].at[slot, operand, consumer]
-        # One call for all blocks compiles to other code, without spills too; neither was timed.
-        for i, columns in enumerate(operand_tiles.column_blocks(rows, shape.column_blocks)):
-            view = tiles.at[pl.ds(i, 1)]
-            operand_tiles.stage_rows(view, columns, reads_late=True)
-    plgpu.commit_smem()
-
-    @pl.when(first < shape.kv_len)
-    def _() -> None:
-        for operand, target in enumerate(ctx.sums):
-            tiles = shared.keys_values.tiles[1].at[slot, operand, consumer]
-            ctx.store(tiles, target, (part, pl.ds(first, WGMMA_M), head))
-
-    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    views = [[x.at[slot, i, consumer] for x in shared.keys_values.tiles] for i in range(len(sums))]
+    products.store_keys(ctx, [*zip(ctx.sums, sums, views, strict=True)], part, head, first)
+    if ctx.sums[0].dtype != jnp.float32:
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     plgpu.barrier_arrive(shared.keys_values.free.at[slot])
 
 
@@ -351,6 +331,6 @@ def consume(ctx: BackwardContext) -> None:
 
     item = receive_items(ctx, one_tile)
     shared.keys_values.release(item)  # the slot of the end
-    if ctx.has_d_query:
+    if ctx.config.has_d_query:
         _send_end(ctx)
     plgpu.wait_smem_to_gmem(0, wait_read_only=False)

@@ -134,14 +134,6 @@ class BackwardContext(WarpgroupContext):
     """
 
     @property
-    def has_d_query(self) -> bool:
-        return bool(self.config.has_d_query)
-
-    @property
-    def stores_d_scores(self) -> bool:
-        return self.outputs.d_scores is not None
-
-    @property
     def has_halves(self) -> bool:
         return has_halves(self.shape.head_dim)
 

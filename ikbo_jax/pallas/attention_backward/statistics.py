@@ -201,13 +201,8 @@ def _rows(ctx: WarpgroupContext) -> _Rows:
     if operands.users is None:
         numbering.number(numbers)
         numbering.describe(numbers)
-
-        def first_of(user: jax.Array) -> jax.Array:
-            return threads.read(ctx.shared.first_rows, user)
-
-        def target_of(user: jax.Array) -> jax.Array:
-            return threads.read(ctx.shared.first_targets, user)
-
+        first_of: Any = functools.partial(threads.read, ctx.shared.first_rows)
+        target_of: Any = functools.partial(threads.read, ctx.shared.first_targets)
         poison = ctx.shared.poison if sizes.is_sorted else None
         space = "shared"
     else:

@@ -230,7 +230,7 @@ def _keys_tile(ctx: WarpgroupContext, item: Any, blocks: Any, first_step: Any) -
 
 def _store_keys(ctx: WarpgroupContext, item: Any, total: jax.Array) -> None:
     """Stores the gradients of the consumer's 64 keys, zeros past the length; frees the item."""
-    shape, shared, (target,) = ctx.shape, ctx.shared, ctx.outputs
+    shared, (target,) = ctx.shared, ctx.outputs
     words = context.PART, context.HEAD, context.TILE, context.KEYS
     part, head, tile, keys = (shared.items.word(item, i) for i in words)
     consumer = mosaic.warpgroup_index()
@@ -238,21 +238,8 @@ def _store_keys(ctx: WarpgroupContext, item: Any, total: jax.Array) -> None:
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # of the item before
     total = jnp.where(consumer * WGMMA_M < keys, total, jnp.float32(0))
     first = (tile * NUM_CONSUMERS + consumer) * WGMMA_M
-    if target.dtype == jnp.float32:
-        rows = jnp.clip(shape.kv_len - first, 0, WGMMA_M)
-        place = (part * shape.kv_len + first, head, jnp.int32(0), rows)
-        stores.store_rows(target, total, *place)
-    else:
-        values, staged = total.astype(target.dtype), shared.result[0].at[consumer]
-        for block, columns in enumerate(operand_tiles.column_blocks(values, shape.column_blocks)):
-            operand_tiles.stage_rows(staged.at[pl.ds(block, 1)], columns, reads_late=True)
-        plgpu.commit_smem()
-
-        @pl.when(first < shape.kv_len)
-        def _() -> None:
-            tiles = shared.result[1].at[consumer]
-            ctx.store(tiles, target, (part, pl.ds(first, WGMMA_M), head))
-
+    staged = [view.at[consumer] for view in shared.result]
+    products.store_keys(ctx, [(target, total, staged)], part, head, first)
     shared.items.release(item)
 
 

@@ -93,7 +93,7 @@ def _begin(
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
     """Computes (weights in f32, row maxima, sums, own weights) of a pass's first block."""
     log2_scale, own = ctx.shape.log2_scale, None
-    maximum = softmax.row_maximum(scores, log2_scale)
+    maximum = softmax.row_extreme(scores, log2_scale) * jnp.float32(log2_scale)
     if products is not None:
         own = attention_own.scores(ctx, item, products) * jnp.float32(log2_scale)
         maximum = jnp.maximum(maximum, own)
@@ -395,10 +395,15 @@ def _store_staged(ctx: AttentionContext, item: Item, index: Any, out: jax.Array)
     )
 
 
-def _flag_if_inexact(
-    ctx: AttentionContext, item: Item, acc: jax.Array, sums: jax.Array
-) -> jax.Array:
-    """Flags the pass if the first maximum was inexact in one of its rows; returns row sums [64]."""
+def _check_and_store(
+    ctx: AttentionContext,
+    item: Item,
+    index: Any,
+    acc: jax.Array,
+    sums: jax.Array,
+    maximum: jax.Array,
+) -> None:
+    """Stores the rows of pass `index`; flags it if the first maximum was inexact in one of them."""
     # Past a user's length, weights are zero, but values may be infinite or NaN. Where weights
     # exceed 1, large values may overflow.
     row_sum = jnp.sum(softmax.nan_where_not_finite(sums, acc), axis=1)
@@ -411,17 +416,4 @@ def _flag_if_inexact(
         item.end if ctx.own else jnp.where(item.length > 0, item.end, item.begin),
         softmax.SUM_LIMITS[ctx.outputs.out.dtype.name],
     )
-    return row_sum
-
-
-def _check_and_store(
-    ctx: AttentionContext,
-    item: Item,
-    index: Any,
-    acc: jax.Array,
-    sums: jax.Array,
-    maximum: jax.Array,
-) -> None:
-    """Flags pass `index` if it is inexact, and stores its rows."""
-    row_sum = _flag_if_inexact(ctx, item, acc, sums)
     _normalise_and_store(ctx, item, index, acc, row_sum, maximum)

@@ -224,19 +224,6 @@ def _saved(ctx: AttentionContext, tile: Any) -> _Pass:
     return _Pass(tile, *(ctx.shared.items.words[ctx.config.q_slots, i] for i in range(count)))
 
 
-def _describe(ctx: AttentionContext, progress: _Progress, current: _Pass, is_kept: Any) -> Item:
-    """Describes a pass; the words of a single consumer are 0."""
-    blocks = jnp.maximum(1, pl.cdiv(current.length, ctx.config.block_kv))
-    flag, zero = 1 + lax.div(current.tile, ctx.shape.tiles_per_flag), jnp.int32(0)
-    return Item(blocks, current.length, current.head, flag, progress.is_kept, is_kept, *(zero,) * 3)
-
-
-def _has_keys_of(ctx: AttentionContext, a: _Pass, b: _Pass) -> Any:
-    """Whether two passes read the same keys and values."""
-    group = ctx.shape.q_heads // ctx.shape.kv_heads
-    return (a.user == b.user) & (lax.div(a.head, group) == lax.div(b.head, group))
-
-
 def _ranges(ctx: AttentionContext, current: _Pass) -> list[Any]:
     """Returns each consumer's first row in device memory, and [begin, end) of the pass's rows."""
     words = []
@@ -250,14 +237,17 @@ def _ranges(ctx: AttentionContext, current: _Pass) -> list[Any]:
 def _send_item(
     ctx: AttentionContext,
     progress: _Progress,
-    item: Item,
     current: _Pass,
+    is_kept: Any,
     meanwhile: Callable[[], Any],
 ) -> tuple[_Progress, Any]:
     """Sends the descriptor of a pass, and loads its operands that are not resident.
 
     Calls `meanwhile` after the first block of keys, and returns its result, too.
     """
+    blocks = jnp.maximum(1, pl.cdiv(current.length, ctx.config.block_kv))
+    flag, no_row = 1 + lax.div(current.tile, ctx.shape.tiles_per_flag), (jnp.int32(0),) * 3
+    item = Item(blocks, current.length, current.head, flag, progress.is_kept, is_kept, *no_row)
     shared, ranges = ctx.shared, _ranges(ctx, current)
     words = (*item[:COMMON_ITEM_WORDS], *ranges)
     shared.query.await_reuse(progress.items)
@@ -330,11 +320,12 @@ def _send_passes(
         current, is_kept = _saved(ctx, tile), jnp.int32(0)
         if reuse:
             tile = _save(ctx, after(current))
-            is_same = _has_keys_of(ctx, current, _saved(ctx, tile))
+            following, group = _saved(ctx, tile), ctx.shape.q_heads // ctx.shape.kv_heads
+            is_same = current.user == following.user
+            is_same &= lax.div(current.head, group) == lax.div(following.head, group)
             is_kept = (is_same & (tile < share.count)).astype(jnp.int32)
-        item = _describe(ctx, progress, current, is_kept)
         meanwhile = (lambda: tile) if reuse else (lambda: _save(ctx, after(current)))
-        progress, tile = _send_item(ctx, progress, item, current, meanwhile)
+        progress, tile = _send_item(ctx, progress, current, is_kept, meanwhile)
         return tile, progress
 
     tile = select(jnp.int32(0))

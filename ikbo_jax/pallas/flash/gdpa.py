@@ -73,10 +73,13 @@ def gdpa_kernel(
         arrays = arrays._replace(query=jnp.zeros_like(arrays.query))
         settings = settings._replace(scale=1.0)
     query, key, value = arrays[:3]
-    if isinstance(config, ShortGdpaConfig):
-        tiles = _tiles_of_short(arrays, settings, config)
-        return short_gdpa.short_gdpa(query, key, value, tiles, settings, config=config, **options)
     offsets = Offsets.of(arrays, settings)
+    if isinstance(config, ShortGdpaConfig):
+        tiles: TileList | Offsets = offsets
+        if not config.finds_tiles or arrays.q_to_kv is not None:
+            # In the order of memory: L2 has rows that tiles of neighbouring sequences load, too.
+            tiles = query_tiles(offsets, size=config.tile_rows, unit=config.block_kv)
+        return short_gdpa.short_gdpa(query, key, value, tiles, settings, config=config, **options)
     if settings.rule is not None:
         groups = {"keys_per_group": _keys_per_group(key, config)}
         listed = masked_tiles(offsets, size=TILE_ROWS, unit=config.block_kv, **groups)
@@ -101,16 +104,6 @@ def _keys_per_group(key: jax.Array, config: GdpaConfig) -> int | None:
     rows, heads, head_dim = key.shape
     fit = group_rows(rows, heads * head_dim)
     return fit if config.tickets and fit < rows else None
-
-
-def _tiles_of_short(
-    arrays: Arrays, settings: Settings, config: ShortGdpaConfig
-) -> TileList | Offsets:
-    offsets = Offsets.of(arrays, settings)
-    if config.finds_tiles and arrays.q_to_kv is None:
-        return offsets
-    # In the order of memory, rows that tiles of neighbouring sequences load, too, are in L2.
-    return query_tiles(offsets, size=config.tile_rows, unit=config.block_kv)
 
 
 def gdpa_forward(

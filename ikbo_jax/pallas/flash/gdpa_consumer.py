@@ -360,33 +360,24 @@ def _consumer_rows(ctx: GdpaContext, target: Any, rows: Any) -> tuple[Any, Any]:
 def _store_item(ctx: GdpaContext, index: Any, acc: jax.Array, statistics: Any) -> None:
     head, target, rows = ctx.destination(index)
     first_row, rows = _consumer_rows(ctx, target, rows)
-    store = functools.partial(_store, ctx, index, head, first_row, rows, acc, statistics)
+
+    def store() -> None:
+        if ctx.shape.log2_scale is not None:
+            scaled = gdpa_softmax.normalised(ctx, acc, statistics, first_row, head, rows)
+        else:
+            scaled = gdpa_weights.scale_result(ctx.shape.activation, head, acc)
+        out = scaled.astype(ctx.outputs.out.dtype)
+        if ctx.config.q_slots > 1:
+            slot = ctx.shared.query.slot(index)
+            _stage(ctx, slot, out)
+            _store_staged(ctx, slot, head, first_row, rows)
+        else:
+            stores.store_rows(ctx.outputs.out, out, first_row, head, 0 * rows, rows)
+
     if ctx.config.skip_empty:
         pl.when(rows > 0)(store)
     else:
         store()
-
-
-def _store(
-    ctx: GdpaContext,
-    index: Any,
-    head: Any,
-    first_row: Any,
-    rows: Any,
-    acc: jax.Array,
-    statistics: Any,
-) -> None:
-    if ctx.shape.log2_scale is not None:
-        acc = gdpa_softmax.normalised(ctx, acc, statistics, first_row, head, rows)
-    else:
-        acc = gdpa_weights.scale_result(ctx.shape.activation, head, acc)
-    out = acc.astype(ctx.outputs.out.dtype)
-    if ctx.config.q_slots > 1:
-        slot = ctx.shared.query.slot(index)
-        _stage(ctx, slot, out)
-        _store_staged(ctx, slot, head, first_row, rows)
-        return
-    stores.store_rows(*(ctx.outputs.out, out, first_row, head, 0 * rows, rows))
 
 
 def _zero_rest(ctx: GdpaContext) -> None:
@@ -409,4 +400,5 @@ def _zero_rest(ctx: GdpaContext) -> None:
             first_row, rows = _consumer_rows(ctx, target, rows)
             _store_staged(ctx, slot, head, first_row, rows)
             if ctx.outputs.lse is not None:
-                gdpa_softmax.store_lse(ctx, gdpa_softmax.rows_of(-jnp.inf), first_row, head, rows)
+                lse = gdpa_softmax.rows_of(-jnp.inf)
+                stores.store_rows(ctx.outputs.lse, lse, first_row, head, 0 * rows, rows)

@@ -124,13 +124,10 @@ def _send_run(
 def _send_taken_runs(ctx: GdpaContext, runs: Any, progress: _Progress) -> _Progress:
     """Sends the CTA's run, then runs that it takes by the counter after it has sent one."""
 
-    def take(i: Any) -> Any:
-        return ctx.shape.workers + ctx.take(i, runs)
-
     def send(carry: tuple[Any, Any, _Progress]) -> tuple[Any, Any, _Progress]:
         i, number, progress = carry
         progress = _send_run(ctx, lambda taken: taken, number, progress)
-        return i + 1, take(i), progress
+        return i + 1, ctx.shape.workers + ctx.take(i, runs), progress
 
     start = (jnp.int32(0), ctx.worker, progress)
     return lax.while_loop(lambda carry: carry[1] < runs, send, start)[2]

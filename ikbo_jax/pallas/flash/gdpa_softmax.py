@@ -99,14 +99,9 @@ def normalised(
     if ctx.outputs.lse is not None:
         unit = jnp.float32(ctx.shape.log2_scale * softmax.LN_2)
         lse = jnp.where(sums != 0, jnp.log(sums) + found.extreme * unit, -jnp.inf)
-        store_lse(ctx, lse, first_row, head, rows)
+        stores.store_rows(ctx.outputs.lse, lse, first_row, head, 0 * rows, rows)
     inverse = softmax.inverse_sums(sums, ctx.shape.activation.output_scale)
     return acc * lax.broadcast_in_dim(inverse, acc.shape, (0,))
-
-
-def store_lse(ctx: Any, lse: jax.Array, first_row: Any, head: Any, rows: Any) -> None:
-    """Stores lse [64] of the first `rows` of a consumer's rows."""
-    stores.store_rows(*(ctx.outputs.lse, lse, first_row, head, 0 * rows, rows))
 
 
 def rows_of(value: float) -> jax.Array:

@@ -39,11 +39,6 @@ def row_extreme(scores: jax.Array, log2_scale: float) -> jax.Array:
     return jnp.max(scores, axis=1) if log2_scale > 0 else jnp.min(scores, axis=1)
 
 
-def row_maximum(scores: jax.Array, log2_scale: float) -> jax.Array:
-    """Finds the maximum of the scaled scores, [64]."""
-    return row_extreme(scores, log2_scale) * jnp.float32(log2_scale)
-
-
 def exponentials(scores: jax.Array, maximum: jax.Array, log2_scale: float) -> jax.Array:
     """Computes exp2(score * log2_scale - maximum), [64, keys]."""
     shift = lax.broadcast_in_dim(maximum, scores.shape, (0,))

@@ -272,9 +272,6 @@ def _store(ctx: BackwardContext, item: Any, sums: tuple[jax.Array, ...]) -> None
 
 
 def _all_tiles(ctx: BackwardContext) -> None:
-    if ctx.shape.has_mask:
-        _taken_tiles(ctx)
-        return
     count = ctx.item_count
     lax.fori_loop(0, count, functools.partial(_tile, ctx), jnp.int32(0))
     _free_stored_slot(ctx, count - 1)
@@ -309,6 +306,6 @@ def consume(ctx: BackwardContext) -> None:
     if ctx.shared.statistics_free is not None:
         plgpu.barrier_arrive(ctx.shared.statistics_free.at[0])
     if ctx.shape.has_mask:
-        _all_tiles(ctx)
+        _taken_tiles(ctx)
     else:
         pl.when(ctx.item_count > 0)(functools.partial(_all_tiles, ctx))
