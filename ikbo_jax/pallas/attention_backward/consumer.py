@@ -1,5 +1,6 @@
 """A consumer warpgroup of the attention backward kernel: 64 keys of every tile of its CTA."""
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -46,10 +47,6 @@ def _visible_keys(ctx: BackwardContext, item: Any) -> Visible:
     return Visible(WGMMA_M, jnp.clip(keys, 0, WGMMA_M))
 
 
-def _visible_queries(ctx: BackwardContext, item: Any, block: Any) -> Visible:
-    return Visible.in_block(ctx.shared.items.word(item, ROWS), block, ctx.config.block_q)
-
-
 def _receive_tile(ctx: BackwardContext, item: Any) -> None:
     """Waits for keys and values, and zeroes those past the user's length, which may be NaN."""
     ctx.shared.keys_values.await_ready(item)
@@ -63,53 +60,33 @@ def _receive_tile(ctx: BackwardContext, item: Any) -> None:
         plgpu.commit_smem()
 
 
-def _receive_block(ctx: BackwardContext, item: Any, block: Any, step: Any) -> None:
-    """Waits for a block; zeroes the rows past the user's last, which belong to other users."""
-    if ctx.has_halves:
-        _receive_half(ctx, item, block, step, QUERY)
-        return
-    shared = ctx.shared
-    stage = shared.queries.slot(step)
-    shared.queries.await_ready(step)
-    visible = _visible_queries(ctx, item, block)
+def _receive(ctx: BackwardContext, item: Any, block: Any, step: Any, operand: int = QUERY) -> None:
+    """Waits for a block; zeroes the rows past the user's last, which belong to other users.
 
-    @pl.when(visible.is_partial)
-    def _() -> None:
-        # Each consumer zeroes one operand.
-        consumer = mosaic.warpgroup_index()
-        tiles = shared.queries.tiles[0].at[stage, consumer]
-        visible.zero_rest(tiles)
-        for number, fill in enumerate(FILLS):
-
-            @pl.when(consumer == number)
-            def _(number: int = number, fill: float = fill) -> None:
-                statistics = shared.statistics.at[stage, number]
-                store.fill_from(statistics, visible.end, fill)
-
-        plgpu.commit_smem()
-        turns.synchronise_consumers()
-
-
-def _receive_half(ctx: BackwardContext, item: Any, block: Any, step: Any, operand: int) -> None:
-    """Like `_receive_block`, for queries and lse, or for d_out and delta, of a block."""
-    ring = ctx.shared.queries
+    With `has_halves`, it is a half: queries and lse, or d_out and delta.
+    """
+    ring, statistics = ctx.shared.queries, ctx.shared.statistics
     number = ctx.query_slot(step, operand)
+    stage = None if ctx.has_halves else ring.slot(number)
     ring.await_ready(number)
-    visible = _visible_queries(ctx, item, block)
+    visible = Visible.in_block(ctx.shared.items.word(item, ROWS), block, ctx.config.block_q)
+
+    def fill_half() -> None:
+        store.fill_from(ctx.half_statistics(step, operand), visible.end, FILLS[operand])
+
+    def zero(consumer: Any) -> None:
+        if ctx.has_halves:
+            pl.when(consumer == 0)(lambda: visible.zero_rest(ring.matrix(number)))
+            pl.when(consumer == 1)(fill_half)
+            return
+        visible.zero_rest(ring.tiles[0].at[stage, consumer])  # each consumer one operand
+        for i, x in enumerate(FILLS):
+            fill = functools.partial(store.fill_from, statistics.at[stage, i], visible.end, x)
+            pl.when(consumer == i)(fill)
 
     @pl.when(visible.is_partial)
     def _() -> None:
-        consumer = mosaic.warpgroup_index()
-
-        @pl.when(consumer == 0)
-        def _() -> None:
-            visible.zero_rest(ring.matrix(number))
-
-        @pl.when(consumer == 1)
-        def _() -> None:
-            statistics = ctx.half_statistics(step, operand)
-            store.fill_from(statistics, visible.end, FILLS[operand])
-
+        zero(mosaic.warpgroup_index())
         plgpu.commit_smem()
         turns.synchronise_consumers()
 
@@ -230,7 +207,7 @@ def _block(
     mma.wait(0)
     scores = mma.after_wait(scores)
     if ctx.has_halves:
-        _receive_half(ctx, item, block, step, D_OUT)
+        _receive(ctx, item, block, step, D_OUT)
     d_weights = _issue_scores(ctx, item, step, D_OUT)
     weights, slope = _weights_and_slopes(ctx, item, scores, step)
     sums[-1] = add(sums[-1], weights.astype(dtype), D_OUT)
@@ -260,7 +237,7 @@ def _block(
     # item's queries may replace its own).
     is_last = block + 1 == blocks
     next_step = jnp.where(is_last, step, step + 1)
-    pl.when(~is_last)(lambda: _receive_block(ctx, item, block + 1, step + 1))
+    pl.when(~is_last)(lambda: _receive(ctx, item, block + 1, step + 1))
     half = is_last.astype(jnp.int32) if ctx.has_halves else None
     scores = _issue_scores(ctx, item, next_step, QUERY, half)
     if ctx.config.stores_d_scores:
@@ -279,7 +256,7 @@ def _zeros(ctx: BackwardContext) -> list[jax.Array]:
 
 def _tile(ctx: BackwardContext, item: Any, blocks: Any, first_step: Any) -> None:
     _receive_tile(ctx, item)
-    _receive_block(ctx, item, jnp.int32(0), first_step)
+    _receive(ctx, item, jnp.int32(0), first_step)
     scores = _issue_scores(ctx, item, first_step, QUERY)
     zeros = _zeros(ctx)
 

@@ -15,6 +15,7 @@ from jax.experimental import pallas as pl
 
 from ikbo_jax.pallas.activations.weights import ActivationSpec
 from ikbo_jax.pallas.attention_backward import context
+from ikbo_jax.pallas.attention_backward.stored import FIRST_ROW, KEYS, ROWS, TARGET, USER
 from ikbo_jax.pallas.gdpa_backward.context import BackwardContext, Operands, Shape
 from ikbo_jax.pallas.gdpa_backward.kernels import launch_kernel
 from ikbo_jax.pallas.hopper.row_order import RowOrder
@@ -24,8 +25,7 @@ from ikbo_jax.problems.attention_backward import AttentionBackwardConfig
 from ikbo_jax.reference.activations import SOFTMAX
 from ikbo_jax.reference.gdpa import Settings
 
-#: Words of a tile in device memory, `numbering.TILE_WORDS`, and the word of a user's keys.
-FIRST_ROW, ROWS, USER, KEYS, TARGET = range(5)
+#: Word of a user that has the number of its keys.
 USER_KEYS = 3
 #: For the numbers of words in `lists.WORK_WORDS`, the words of a tile that hold them.
 TILE_WORDS = {0: FIRST_ROW, 1: FIRST_ROW, 2: ROWS, 3: USER, lists.STATISTICS_ROW: TARGET}

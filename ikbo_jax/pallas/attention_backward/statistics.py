@@ -97,7 +97,7 @@ class Outputs(NamedTuple):
     statistics: Any  # [K, 2, count] f32: lse in powers of 2 and delta, at the targets
     rows: Any  # `numbering.Outputs`; None if the launch does not number rows
     packed: Any  # `Packed`; None if the caller's arrays have that order
-    delta: Any = None  # [rows] f32, likewise for another launch; None if it is not wanted
+    delta: Any  # [rows] f32, likewise for another launch; None if it is not wanted
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,19 +147,19 @@ def statistics_kernel(
     Without `operands.users`, also what describes users, parts, tiles and the order of unsorted
     candidates. With `operands.inputs.query`, also packed rows; with `keeps_delta`, delta by row.
     """
-    shape = Shape(sizes, kv_heads)
-    declared = Outputs(jax.ShapeDtypeStruct((kv_heads, 2, count), jnp.float32), None, None)
-    if keeps_delta:
-        declared = declared._replace(delta=jax.typeof(operands.inputs.lse))
-    query = operands.inputs.query
-    if query is not None:
-        rows_type = jax.ShapeDtypeStruct((sizes.rows, kv_heads, query.shape[-1]), query.dtype)
-        declared = declared._replace(packed=Packed(rows_type, rows_type))
-    shared = memory.shared()
+    shape, query = Shape(sizes, kv_heads), operands.inputs.query
+    rows, packed, shared = None, None, memory.shared()
     if operands.users is None:
         rows = numbering.outputs(sizes, has_order=shape.ranked > 0)
-        declared = declared._replace(rows=rows)
         shared = numbering.shared(sizes, ranked=shape.ranked)
+    if query is not None:
+        packed = jax.ShapeDtypeStruct((sizes.rows, kv_heads, query.shape[-1]), query.dtype)
+    declared = Outputs(
+        jax.ShapeDtypeStruct((kv_heads, 2, count), jnp.float32),
+        rows,
+        packed and Packed(packed, packed),
+        jax.typeof(operands.inputs.lse) if keeps_delta else None,
+    )
     return launch_threads(
         _store,
         shape,

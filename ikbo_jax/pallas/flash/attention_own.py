@@ -18,8 +18,7 @@ def issue_scores(ctx: AttentionContext, index: Any, first_step: Any) -> jax.Arra
     step = ctx.value_step(index, first_step) - own.number
     ring.await_ready(step)
     rows, keys = query.tiles[0].at[query.slot(index), ctx.consumer], ring.matrix(step)
-    columns, head_dim = own.columns, ctx.shape.head_dim
-    return mma.product(rows, keys, head_dim, columns=columns)
+    return mma.product(rows, keys, ctx.shape.head_dim, columns=own.columns)
 
 
 def scores(ctx: AttentionContext, item: Item, products: jax.Array) -> jax.Array:

@@ -224,16 +224,6 @@ def _saved(ctx: AttentionContext, tile: Any) -> _Pass:
     return _Pass(tile, *(ctx.shared.items.words[ctx.config.q_slots, i] for i in range(count)))
 
 
-def _ranges(ctx: AttentionContext, current: _Pass) -> list[Any]:
-    """Returns each consumer's first row in device memory, and [begin, end) of the pass's rows."""
-    words = []
-    for consumer in range(NUM_CONSUMERS):
-        start = current.first + consumer * WGMMA_M
-        begin, end = (jnp.clip(x - start, 0, WGMMA_M) for x in (current.begin, current.end))
-        words += [_first_row(ctx, start), begin, end]
-    return words
-
-
 def _send_item(
     ctx: AttentionContext,
     progress: _Progress,
@@ -248,7 +238,10 @@ def _send_item(
     blocks = jnp.maximum(1, pl.cdiv(current.length, ctx.config.block_kv))
     flag, no_row = 1 + lax.div(current.tile, ctx.shape.tiles_per_flag), (jnp.int32(0),) * 3
     item = Item(blocks, current.length, current.head, flag, progress.is_kept, is_kept, *no_row)
-    shared, ranges = ctx.shared, _ranges(ctx, current)
+    shared, ranges = ctx.shared, []
+    for start in (current.first + consumer * WGMMA_M for consumer in range(NUM_CONSUMERS)):
+        begin, end = (jnp.clip(x - start, 0, WGMMA_M) for x in (current.begin, current.end))
+        ranges += [_first_row(ctx, start), begin, end]
     words = (*item[:COMMON_ITEM_WORDS], *ranges)
     shared.query.await_reuse(progress.items)
 

@@ -34,13 +34,13 @@ class Statistics(NamedTuple):
     sums: jax.Array  # [64, 8] f32, whose row sums are the sums of weights
 
 
-#: Takes the accumulator without the block; returns rounded weights, accumulator and statistics.
-Finish = Callable[[Any], tuple[jax.Array, Any, Statistics]]
-
-
-def weigh(ctx: Any, place: Any, scores: jax.Array, before: Statistics | None) -> Finish:
+def weigh(
+    ctx: Any, place: Any, scores: jax.Array, before: Statistics | None
+) -> Callable[[Any], tuple[jax.Array, Any, Statistics]]:
     """Computes weights of raw scores [64, block_kv]; None `before` an item's first block.
 
+    The result takes the accumulator without the block, and returns rounded weights, accumulator and
+    statistics.
     Weights are relative to the maximum before the block; no maximum of the block is computed unless
     a sum says that it has grown.
     """

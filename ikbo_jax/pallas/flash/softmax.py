@@ -149,9 +149,8 @@ def partial_sums(p: jax.Array) -> jax.Array:
 
 def nan_where_not_finite(sums: jax.Array, acc: jax.Array) -> jax.Array:
     """Puts NaN into rows of `sums` [64, 8] where `acc` [64, width] holds NaN or infinity."""
-    for i in range(
-        0, acc.shape[1], PARTIAL
-    ):  # 0 times NaN or infinity is NaN; one FFMA per element
+    for i in range(0, acc.shape[1], PARTIAL):
+        # 0 times NaN or infinity is NaN; one FFMA per element.
         sums = lax.slice(acc, (0, i), (acc.shape[0], i + PARTIAL)) * jnp.float32(0) + sums
     return sums
 
@@ -164,9 +163,7 @@ def masked_score(log2_scale: float) -> float:
 def flag_rows(
     flags: Any, index: Any, row_sum: jax.Array, begin: Any, end: Any, limit: float
 ) -> None:
-    """Sets flags[index] and flags[0] to 1 if a row in [begin, end) has a sum outside [SUM_MINIMUM,
-    limit).
-    """
+    """Sets flags[index] and flags[0] to 1 if a row in [begin, end) has a sum out of bounds."""
     row = plgpu.broadcasted_iota(jnp.int32, (WGMMA_M,), 0, layout=ROW_LAYOUT)
     is_good = (row_sum < jnp.float32(limit)) & (row_sum >= jnp.float32(SUM_MINIMUM))
     is_good = is_good | (row < begin) | (row >= end)
