@@ -47,8 +47,6 @@ from ikbo_jax.problems.hopper import NUM_CONSUMERS, WGMMA_M
 #: Words of the descriptor of a tile of queries: `TILE_WORDS` in device memory; with the head, in
 #: shared memory. Descriptors of tiles of keys are as in `context`.
 FIRST_ROW, ROWS, USER, KEYS, TARGET, HEAD = range(6)
-#: Query rows of a block for d_key: WGMMA reads an operand tile of gradients of scores.
-BLOCK_ROWS = WGMMA_M
 
 
 class StoredOperands(NamedTuple):
@@ -194,23 +192,23 @@ def _send_keys(ctx: WarpgroupContext, item: Any, number: Any, step: Any) -> Any:
     head, part = lax.rem(rest, shape.kv_heads), lax.div(rest, shape.kv_heads)
     first_row, rows, target, keys = (operands.words[part, i] for i in range(USER_WORDS))
     keys = keys - (shape.first_key + tile * BLOCK_KV)
-    blocks = jnp.where(keys > 0, pl.cdiv(rows, BLOCK_ROWS), 0)
+    blocks = jnp.where(keys > 0, pl.cdiv(rows, WGMMA_M), 0)
     shared.items.send_words(item, (blocks, rows, part, head, tile, keys), after=shared.items)
     first_plane = head * shape.kv_tiles * NUM_CONSUMERS + tile * NUM_CONSUMERS
     last = lax.div(jnp.maximum(keys - 1, 0), WGMMA_M)
 
     @pl.loop(0, blocks)
     def _(block: Any) -> None:
-        ring, begin = shared.blocks, block * BLOCK_ROWS
+        ring, begin = shared.blocks, block * WGMMA_M
         ring.await_free(step + block)
         ready, tiles = ring.ready_at(step + block), ring.copied(step + block)
         for i in range(NUM_CONSUMERS):
             # A tile without keys reads the last one that has some, which comes from L2.
             plane = first_plane + jnp.minimum(i, last)
-            source = operands.d_scores.at[plane, pl.ds(target + begin, BLOCK_ROWS)]
+            source = operands.d_scores.at[plane, pl.ds(target + begin, WGMMA_M)]
             plgpu.copy_gmem_to_smem(source, tiles.at[i], ready)
         columns = tiles.at[pl.ds(NUM_CONSUMERS, shape.column_blocks)]
-        ctx.load(operands.factor, (pl.ds(first_row + begin, BLOCK_ROWS), head), columns, ready)
+        ctx.load(operands.factor, (pl.ds(first_row + begin, WGMMA_M), head), columns, ready)
 
     return step + blocks
 
