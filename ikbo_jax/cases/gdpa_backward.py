@@ -61,8 +61,8 @@ class Case(case.Case):
         def gradients(
             arrays: Arrays, d_out: jax.Array, out: jax.Array | None, lse: jax.Array | None
         ) -> Gradients:
-            settings, options = self.forward.settings, {"config": config, "num_sms": num_sms}
-            return kernel_vjp(Arrays(*arrays), settings, d_out, out=out, lse=lse, **options)
+            inputs = Arrays(*arrays), self.forward.settings, d_out
+            return kernel_vjp(*inputs, out=out, lse=lse, config=config, num_sms=num_sms)
 
         return gradients
 

@@ -141,7 +141,7 @@ def store_keys(
     if sums[0][0].dtype == jnp.float32:
         rows = jnp.clip(kv_len - first, 0, WGMMA_M)
         place = (part * kv_len + first, head, jnp.int32(0), rows)
-        for target, total, _ in sums:
+        for target, total, _views in sums:
             stores.store_rows(target, total, *place)
         return
     for target, total, staged in sums:

@@ -12,7 +12,7 @@ from ikbo_jax.pallas.activations.cap import Cap
 from ikbo_jax.pallas.flash.context import AttentionShape, FlashContext
 from ikbo_jax.pallas.hopper.row_order import RowOrder
 from ikbo_jax.problems.attention import FLAG_WORDS
-from ikbo_jax.problems.hopper import TILE_ROWS, WGMMA_M, OwnStages
+from ikbo_jax.problems.hopper import TILE_ROWS, WGMMA_M
 
 #: Words of a descriptor that both consumers read; three for each consumer follow.
 COMMON_ITEM_WORDS = 6
@@ -69,12 +69,10 @@ class AttentionContext(FlashContext):
     ends: int = 0
 
     @property
-    def own(self) -> OwnStages | None:
-        """The stages of values that have a pass's own tokens; None: there are none."""
-        if self.operands.self_key is None:
-            return None
-        found: OwnStages = self.config.own_stages(self.shape.q_len)
-        return found
+    def own(self) -> Any:
+        """The `OwnStages` of values that have a pass's own tokens; None: there are none."""
+        has_own = self.operands.self_key is not None
+        return self.config.own_stages(self.shape.q_len) if has_own else None
 
     @property
     def page(self) -> int:

@@ -29,7 +29,7 @@ def scores(ctx: AttentionContext, item: Item, products: jax.Array) -> jax.Array:
 
 def values(ctx: AttentionContext, item: Item, index: Any, first_step: Any) -> jax.Array:
     """Reads the rows' own values [64, H] f32, whose scores were read, and frees the own tokens."""
-    own: Any = ctx.own
+    own = ctx.own
     step, places = ctx.value_step(index, first_step) - own.number, _places(ctx, item)
     ring, width = ctx.shared.value, ctx.shape.head_dim
     if own.stages > 1:
