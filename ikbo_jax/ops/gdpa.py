@@ -21,7 +21,7 @@ from ikbo_jax.ops.op import Call, Gradient, Named, Op, Part, Pulled
 from ikbo_jax.ops.partition import Division
 from ikbo_jax.ops.sharded import run_kernel, zeros
 from ikbo_jax.ops.stacking import concatenate, unstack
-from ikbo_jax.problems import GdpaBackwardTuning, GdpaConfig, GdpaProblem, ShortGdpaConfig
+from ikbo_jax.problems import GdpaConfig, GdpaProblem, ShortGdpaConfig
 from ikbo_jax.reference import gdpa as reference
 from ikbo_jax.reference import gdpa_chunked, jagged
 from ikbo_jax.reference.gdpa import Arrays, Settings
@@ -191,8 +191,7 @@ _NO_GRADIENTS: Any = (None,) * 6
 
 
 def _run_vjp(call: _Call, residuals: _Residuals) -> Gradients:
-    tuning: GdpaBackwardTuning | None = call.backward_config
-    if tuning is None:
+    if call.backward_config is None:
         arrays, _, _, d_out = residuals
         return chunked_vjp(arrays, call.settings, d_out, dtype=call.dtype)
 
@@ -205,8 +204,7 @@ def _run_vjp(call: _Call, residuals: _Residuals) -> Gradients:
             out=out,
             lse=lse,
             num_sms=call.request.num_sms,
-            query_config=tuning.query,
-            key_config=tuning.key,
+            config=call.backward_config,
             dtype=call.dtype,
         )
 

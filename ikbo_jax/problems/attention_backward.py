@@ -54,6 +54,12 @@ def most_blocks(batch: int, users: int, rows_per_candidate: int, block_q: int) -
     return batch * rows_per_candidate // block_q + min(batch, users)
 
 
+class DQueryConfig(GdpaBackwardConfig):
+    """Tuning parameters of the launch of d_query alone, which is a kernel of gdpa's gradient."""
+
+    packs_statistics = False
+
+
 @dataclasses.dataclass(frozen=True)
 class AttentionBackwardConfig(Config):
     """Tuning parameters of the attention backward kernel.
@@ -145,9 +151,8 @@ class AttentionBackwardConfig(Config):
         )
 
     @property
-    def d_query_config(self) -> GdpaBackwardConfig:
-        """Configuration of the launch of d_query alone, which is a kernel of gdpa's gradient."""
-        return GdpaBackwardConfig(self.block_kv, self.kv_stages, packs_statistics=False)
+    def d_query_config(self) -> DQueryConfig:
+        return DQueryConfig(self.block_kv, self.kv_stages)
 
     def stored_shared(self, head_dim: int) -> Any:
         blocks, tiles = hopper.column_blocks(head_dim), NUM_CONSUMERS

@@ -119,7 +119,7 @@ ROWS_OF_LONG = {"q_rows": LONG_BACKWARD.q_rows, "kv_rows": LONG_BACKWARD.kv_rows
         ),
         (
             dataclasses.replace(LONG_BACKWARD, q_rows=1152 * 20, kv_rows=1152 * 20),
-            problems.GdpaBackwardTuning(32, 3, 64, 3),
+            problems.GdpaBackwardConfig(32, 3),
             [{"batch": 1100}],
             [ROWS_OF_LONG, ROWS_OF_LONG | {"activations": ("softmax",)}],
         ),
