@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from typing import Any, ClassVar
 
 from ikbo_jax.problems import hopper, memory
@@ -47,16 +48,14 @@ class GatedLinearConfig(Config):
             staging=memory.Staging((NUM_CONSUMERS, WGMMA_M, BLOCK_K)),  # u · norm(a)
         )
 
-    def illegal_reason(self, problem: GatedLinearProblem) -> str | None:
-        if reason := problem.why_not_served():
-            return reason
+    @hopper.first_reason
+    def illegal_reason(self, problem: GatedLinearProblem) -> Iterator[str | None]:
+        yield problem.why_not_served()
         if not 1 <= self.blocks <= MAX_BLOCKS:
-            return f"blocks must be from 1 to {MAX_BLOCKS}, but is {self.blocks}"
+            yield f"blocks must be from 1 to {MAX_BLOCKS}, but is {self.blocks}"
         # A step reads blocks of u and a while those of the step before are being replaced.
-        for name, slots, least in (("row", self.row_slots, 3), ("weight", self.weight_slots, 2)):
-            if slots < least:
-                return f"{name}_slots must be at least {least}, but is {slots}"
-        return hopper.why_not_smem(self, memory.smem_bytes(self.shared(problem.groups)))
+        yield hopper.why_too_few(self, row_slots=3, weight_slots=2)
+        yield hopper.why_not_smem(self, memory.smem_bytes(self.shared(problem.groups)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,29 +82,26 @@ class GatedLinearProblem(LinearProblem):
     #: Of 512 rows, XLA takes 10.9 us and the kernel 11.6, of 4,096, 26.3 and 14.5 (H200).
     few_rows: ClassVar[int] = 512
 
-    def why_not_served(self) -> str | None:
-        if reason := super().why_not_served():
-            return reason
+    @hopper.first_reason
+    def why_not_served(self) -> Iterator[str | None]:
+        yield super().why_not_served()
         if self.dropout:
-            return "the kernel drops nothing, but the call has a dropout key"
+            yield "the kernel drops nothing, but the call has a dropout key"
         if self.is_plain and (self.norm == "layer" or self.groups > 1 or self.has_factors):
-            return (
-                "without a gate, the kernel takes no norm but an RMS norm of rows without factors"
-            )
+            yield "without a gate, the kernel takes no norm but an RMS norm of rows without factors"
         if not self.is_plain and self.norm == NO_NORM:
-            return "with a gate, the kernel needs a norm"
+            yield "with a gate, the kernel needs a norm"
         if self.shared_rows % WGMMA_M:
-            return (
+            yield (
                 f"the kernel adds a shared residual to a multiple of {WGMMA_M} rows, "
                 f"but it is to be added to {self.shared_rows}"
             )
         groups, columns = self.groups, self.columns[0]
         if groups > 1 and (groups > MAX_GROUPS or columns % (groups * BLOCK_K)):
-            return (
+            yield (
                 f"the kernel normalises at most {MAX_GROUPS} heads of a multiple of {BLOCK_K} "
                 f"columns, but there are {groups} of {columns // groups}"
             )
-        return None
 
     def by_tiles(self) -> Config:
         blocks = min(

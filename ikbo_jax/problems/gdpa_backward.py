@@ -133,6 +133,7 @@ class GdpaBackwardConfig:
     ) -> int:
         return memory.smem_bytes(self.shared(head_dim, softmax_results, has_mask))
 
+    @hopper.first_reason
     def illegal_reason(
         self,
         dtype: str,
@@ -141,20 +142,16 @@ class GdpaBackwardConfig:
         num_results: int,
         has_softmax: bool = False,
         has_mask: bool = False,
-    ) -> str | None:
+    ) -> Iterator[str | None]:
         """Says why the kernel with `num_results` results cannot run; None if it can."""
-        if reason := hopper.why_not_dtype(dtype):
-            return reason
-        if reason := hopper.why_not_head_dim(head_dim, HEAD_DIMS, "backward kernels take"):
-            return reason
+        yield hopper.why_not_dtype(dtype)
+        yield hopper.why_not_head_dim(head_dim, HEAD_DIMS, "backward kernels take")
         widest = MAX_BLOCKS[head_dim][0 if num_results == 2 else 1]
         operands = f"scores and {num_results} accumulators"
-        if reason := hopper.why_not_block("block", self.block, widest, head_dim, operands):
-            return reason
-        if self.stages < 2:
-            return f"stages must be at least 2, but is {self.stages}"
+        yield hopper.why_not_block("block", self.block, widest, head_dim, operands)
+        yield hopper.why_too_few(self, stages=2)
         smem_bytes = self.smem_bytes(head_dim, num_results if has_softmax else None, has_mask)
-        return hopper.why_not_smem(self, smem_bytes, head_dim)
+        yield hopper.why_not_smem(self, smem_bytes, head_dim)
 
 
 #: Of the kernel that multiplies stored gradients of scores by keys.
@@ -191,24 +188,23 @@ class GdpaBackwardTuning(Config):
     def key(self) -> GdpaBackwardConfig:
         return GdpaBackwardConfig(self.key_block, self.key_stages)
 
-    def illegal_reason(self, problem: GdpaSizes) -> str | None:
-        if reason := _why_not_capped(problem):
-            return reason
+    @hopper.first_reason
+    def illegal_reason(self, problem: GdpaSizes) -> Iterator[str | None]:
+        yield _why_not_capped(problem)
         has_softmax = SOFTMAX in problem.activations
         if has_softmax and set(problem.activations) != {SOFTMAX}:
-            return "the backward kernels support softmax in all heads or in none"
+            yield "the backward kernels support softmax in all heads or in none"
         if not problem.q_rows or not problem.kv_rows or not problem.batch:
-            return "the backward kernels need a query, a key and a sequence"
+            yield "the backward kernels need a query, a key and a sequence"
         if problem.mask and (self.key_block != WGMMA_M or self.query_block > WGMMA_M):
-            return (
+            yield (
                 f"a mask needs key_block={WGMMA_M} and a query_block of at most {WGMMA_M}, "
                 f"but they are {self.key_block} and {self.query_block}"
             )
         sizes = problem.dtype, problem.head_dim
         kinds: dict[str, Any] = {"has_softmax": has_softmax, "has_mask": bool(problem.mask)}
-        return self.query.illegal_reason(*sizes, num_results=1, **kinds) or self.key.illegal_reason(
-            *sizes, num_results=2, **kinds
-        )
+        yield self.query.illegal_reason(*sizes, num_results=1, **kinds)
+        yield self.key.illegal_reason(*sizes, num_results=2, **kinds)
 
 
 def _why_not_capped(problem: GdpaSizes) -> str | None:

@@ -3,7 +3,8 @@
 A check returns a sentence that says why a kernel cannot run, or None.
 """
 
-from collections.abc import Iterable
+import functools
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple, Self
 
 #: Bytes of shared memory that one CTA may use on Hopper (227 KiB of the SM's 256 KiB).
@@ -30,6 +31,21 @@ WARPGROUP_SIZE = 128
 TILE_ROWS = NUM_CONSUMERS * WGMMA_M
 #: Dtypes that the kernels accept.
 KERNEL_DTYPES = ("bfloat16", "float16")
+
+
+def first_reason[**Arguments](
+    checks: Callable[Arguments, Iterator[str | None]],
+) -> Callable[Arguments, str | None]:
+    """Makes one check of a generator of checks, each of which may rely on those before it."""
+
+    @functools.wraps(checks)
+    def reason(*args: Arguments.args, **kwargs: Arguments.kwargs) -> str | None:
+        for found in checks(*args, **kwargs):
+            if found:
+                return found
+        return None
+
+    return reason
 
 
 def ctas_by_smem(size: int) -> int:
@@ -125,6 +141,14 @@ def why_not_heads(q_heads: int, kv_heads: int) -> str | None:
     if q_heads % kv_heads == 0:
         return None
     return f"the kernel needs N to be a multiple of K, but N={q_heads} and K={kv_heads}"
+
+
+def why_too_few(config: Any, **least: int) -> str | None:
+    """Checks that fields of a configuration are not below their least values."""
+    for name, number in least.items():
+        if getattr(config, name) < number:
+            return f"{name} must be at least {number}, but is {getattr(config, name)}"
+    return None
 
 
 def why_not_smem(config: Any, smem_bytes: int, head_dim: int | None = None) -> str | None:

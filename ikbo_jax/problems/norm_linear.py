@@ -50,23 +50,22 @@ class NormLinearConfig(Config):
             early=memory.barriers(1, STATISTICS_WARPS) if self.is_early else None,
         )
 
-    def illegal_reason(self, problem: NormLinearProblem) -> str | None:
-        if reason := problem.why_not_served():
-            return reason
+    @hopper.first_reason
+    def illegal_reason(self, problem: NormLinearProblem) -> Iterator[str | None]:
+        yield problem.why_not_served()
         blocks = hopper.column_blocks(problem.features)
         if self.row_slots < blocks:
-            return (
+            yield (
                 f"row_slots must be at least {blocks}, the blocks of 64 columns of a row of "
                 f"F={problem.features}, but is {self.row_slots}"
             )
-        if self.weight_slots < 2:
-            return f"weight_slots must be at least 2, but is {self.weight_slots}"
+        yield hopper.why_too_few(self, weight_slots=2)
         if not 1 <= self.parts <= problem.column_tiles:
-            return (
+            yield (
                 f"parts must be from 1 to {problem.column_tiles}, the tiles of {BLOCK_N} columns, "
                 f"but is {self.parts}"
             )
-        return hopper.why_not_smem(self, memory.smem_bytes(self.shared()))
+        yield hopper.why_not_smem(self, memory.smem_bytes(self.shared()))
 
 
 #: The widest rows beside which there is room for two k steps of weights.
@@ -109,16 +108,15 @@ class LinearProblem(Problem):
     def by_tiles(self) -> Config:
         """Chooses the kernel's configuration, by the number of tiles."""
 
-    def why_not_served(self) -> str | None:
+    @hopper.first_reason
+    def why_not_served(self) -> Iterator[str | None]:
         """Checks what every configuration of the kernel needs."""
-        if reason := hopper.why_not_dtype(self.dtype):
-            return reason
+        yield hopper.why_not_dtype(self.dtype)
         if self.rows < 2:
-            return f"the kernel needs at least 2 rows, for TMA, but there is {self.rows}"
+            yield f"the kernel needs at least 2 rows, for TMA, but there is {self.rows}"
         for name, size in (("F", self.features), *(("columns", c) for c in self.columns)):
             if size % 8:
-                return f"the kernel needs multiples of 8 (16 bytes, for TMA), but {name}={size}"
-        return None
+                yield f"the kernel needs multiples of 8 (16 bytes, for TMA), but {name}={size}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,15 +137,14 @@ class NormLinearProblem(LinearProblem):
         """Number of tiles of all groups' columns; a tile has columns of one group."""
         return sum(-(-columns // BLOCK_N) for columns in self.columns)
 
-    def why_not_served(self) -> str | None:
-        if reason := super().why_not_served():
-            return reason
+    @hopper.first_reason
+    def why_not_served(self) -> Iterator[str | None]:
+        yield super().why_not_served()
         if self.features > MAX_FEATURES:
-            return (
+            yield (
                 f"the kernel holds normalised rows of at most F={MAX_FEATURES} in shared memory, "
                 f"but F={self.features}"
             )
-        return None
 
     def by_tiles(self) -> Config:
         row_slots = max(8, hopper.column_blocks(self.features))
