@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from ikbo_jax.ops.stacking import concatenate, own_index
 
@@ -37,6 +38,17 @@ class Arrays(NamedTuple):
             return self.key.shape[0], self.key.shape[1]
         users, most = self.page_table.shape
         return users, most * self.key.shape[1]
+
+    def laid_out(self) -> Arrays:
+        """Gathers keys and values [pages, page, K, H] into [U, most · page, K, H].
+
+        A page out of range is clamped, as `cand_to_user` is. Arrays without pages stay as they are.
+        """
+        if (table := self.page_table) is None:
+            return self
+        found = [jnp.take(pages, table, axis=0, mode="clip") for pages in (self.key, self.value)]
+        key, value = (x.reshape(*self.keys, *x.shape[3:]) for x in found)
+        return self._replace(key=key, value=value, page_table=None)
 
     @property
     def own(self) -> tuple[jax.Array, ...]:
