@@ -48,8 +48,6 @@ def choose(
     request: dispatch.Request, problem: AttentionProblem
 ) -> tuple[AttentionBackwardConfig | None, str]:
     """Returns the configuration of the gradient's kernel, or None for XLA; and the reason."""
-    if request.implementation == "xla":
-        return None, "requested by the caller"
     backward = AttentionBackwardProblem.of(problem)
     why_not = problem.why_not_scores(takes_ranges=True)
     if problem.has_ranges:

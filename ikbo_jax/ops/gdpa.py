@@ -193,11 +193,9 @@ _NO_GRADIENTS: Any = (None,) * 6
 def _run_vjp(call: _Call, residuals: _Residuals) -> Gradients:
     tuning: GdpaBackwardTuning | None = call.backward_config
     if tuning is None:
-        arrays, _, _, d_out = residuals
-        return chunked_vjp(arrays, call.settings, d_out, dtype=call.dtype)
+        return chunked_vjp(residuals.arrays, call.settings, residuals.d_out, dtype=call.dtype)
 
-    def launch(residuals: _Residuals) -> Gradients:
-        arrays, out, lse, d_out = residuals
+    def launch(arrays: Arrays, out: Any, lse: Any, d_out: jax.Array) -> Gradients:
         return gdpa_backward.kernel_vjp(
             arrays,
             call.settings,
@@ -210,7 +208,7 @@ def _run_vjp(call: _Call, residuals: _Residuals) -> Gradients:
             dtype=call.dtype,
         )
 
-    return run_kernel(launch, residuals)
+    return run_kernel(launch, *residuals)
 
 
 def _run_vjp_batched(call: _Call, size: int, batched: Any, residuals: _Residuals) -> Gradients:

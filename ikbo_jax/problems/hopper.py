@@ -58,13 +58,6 @@ def ctas_by_registers(registers: int) -> int:
     return SM_REGISTERS // (WARPGROUP_SIZE * registers)
 
 
-def own_columns(rows: int, q_len: int) -> int:
-    """Counts the candidates of a tile of rows, rounded up to 8."""
-    # The tile may begin within a candidate's queries, and end within another's.
-    most = rows // q_len if rows % q_len == 0 else (rows + q_len - 2) // q_len + 1
-    return -(-most // 8) * 8
-
-
 class OwnStages(NamedTuple):
     """The stages of values that have a tile's own tokens, before the blocks of its values.
 
@@ -86,7 +79,11 @@ class OwnStages(NamedTuple):
     def choose(cls, rows: int, tiles: int, q_len: int, config: Any) -> Self | None:
         """Chooses the fewest for tiles of `rows` rows of a head; None: a stage is too small."""
         for stages, groups in ((1, 1), (1, tiles), (2, 1), (2, tiles)):
-            columns = own_columns(rows * tiles // groups, q_len)
+            of_group = rows * tiles // groups
+            # A tile may begin within a candidate's queries, and end within another's.
+            is_whole = of_group % q_len == 0
+            most = of_group // q_len if is_whole else (of_group + q_len - 2) // q_len + 1
+            columns = -(-most // 8) * 8
             if 2 * columns <= stages * config.block_kv:
                 return cls(columns, groups, stages)
         return None
@@ -124,16 +121,12 @@ def why_not_block(name: str, block: int, widest: int, head_dim: int, operands: s
     )
 
 
-def why_not_width(n: int) -> str | None:
-    """Checks the embedding width N, whose rows TMA reads."""
-    if n % 8 == 0:
-        return None
-    return f"the kernel needs N to be a multiple of 8 (16 bytes, for TMA), but N={n}"
-
-
 def why_not_rows(problem: Any) -> str | None:
-    """Checks dtype and embedding width of a linear compression."""
-    return why_not_dtype(problem.dtype) or why_not_width(problem.n)
+    """Checks the dtype of a linear compression, and the width N of rows that TMA reads."""
+    reason = why_not_dtype(problem.dtype)
+    if reason or problem.n % 8 == 0:
+        return reason
+    return f"the kernel needs N to be a multiple of 8 (16 bytes, for TMA), but N={problem.n}"
 
 
 def why_not_heads(q_heads: int, kv_heads: int) -> str | None:
