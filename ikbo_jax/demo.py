@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ikbo_jax._timing import interleaved_ms, programs
+from ikbo_jax._timing import executables, interleaved_ms, programs
 from ikbo_jax._timing.programs import Log, Part, Programs
 from ikbo_jax.cases import error_rule
 from ikbo_jax.cases.linear_compression import ALIGNED_K, Case, Inputs, oracle
@@ -84,12 +84,13 @@ class Report:
 
 
 def run_parts(parts: Sequence[Part[Any]], log: Log) -> list[Any]:
-    """Runs parts (see `_timing.programs`); keeps programs beside the tuning cache."""
+    """Runs parts (see `_timing.programs`); stores programs beside the tuning cache."""
+    table = user_cache_path()
     # Lowering takes an eighth less time without Python's garbage collector, and 27 MB more.
     is_collecting = gc.isenabled()
     gc.disable()
     try:
-        with programs.keep_programs(user_cache_path().parent / "programs") as reason:
+        with executables.use_store(table.parent / "programs", [table]) as reason:
             if reason is not None:
                 log(reason)
             return programs.run_parts(parts)
@@ -285,7 +286,7 @@ def run_stages(
       The report; stages that cannot run on this device are in `not_run`, with the reason as `path`.
     """
     log, index = prefixed_log(part, on_progress), ranking.user_index(sizes, seed)
-    programs = Programs(log)
+    programs = Programs(log, identity=f"{part} {case}")
     drawn = programs.add("inputs", case.draw, seed_bits(seed), timed=False)
     shapes = make(drawn, jax.ShapeDtypeStruct(index.shape, index.dtype))
     exact = programs.add("oracle in float32", oracle, shapes, timed=False)

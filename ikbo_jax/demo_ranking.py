@@ -74,7 +74,7 @@ def versions() -> dict[str, Callable[..., jax.Array]]:
 def run(sizes: Sizes, seed: int, *, on_progress: Log = lambda _: None) -> Part[Report]:
     """Scores a seeded request with every version, checks the logits and times the versions."""
     log = demo.prefixed_log("network", on_progress)
-    programs = Programs(log, NETWORK_ON_GPU)
+    programs = Programs(log, NETWORK_ON_GPU, identity=f"network {sizes}")
     seed_bits, index = demo.seed_bits(seed), ranking.user_index(sizes, seed)
     params = programs.add(
         "parameters", functools.partial(ranking.init, sizes), seed_bits, timed=False
@@ -128,7 +128,7 @@ class Point(NamedTuple):
 def sweep(sizes: Sizes, seed: int, *, on_progress: Log = lambda _: None) -> Part[tuple[Point, ...]]:
     """Times the materialised and the co-designed network over the number of candidates per user."""
     log = demo.prefixed_log("plot", on_progress)
-    programs = Programs(log, NETWORK_ON_GPU)
+    programs = Programs(log, NETWORK_ON_GPU, identity=f"sweep {sizes}")
     ratios = RATIOS_ON_CPU if jax.default_backend() == "cpu" else RATIOS
     seed_bits, names = demo.seed_bits(seed), ("materialised", "co-designed")
     params = programs.add(

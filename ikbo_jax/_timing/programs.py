@@ -12,16 +12,16 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-import pathlib
 import re
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import jax
-from jax.experimental.compilation_cache import compilation_cache
 from jaxlib.mlir import ir
+
+from ikbo_jax._timing import executables
 
 #: Reports a line of text about progress.
 Log = Callable[[str], None]
@@ -70,39 +70,6 @@ def _result[Result](part: Part[Result], compiled: dict[str, jax.stages.Compiled]
     raise RuntimeError("a part yields its programs once")
 
 
-@contextlib.contextmanager
-def keep_programs(folder: pathlib.Path) -> Iterator[str | None]:
-    """Sets JAX's persistent compilation cache to a folder, for programs of any size.
-
-    Leaves the cache alone if the user has set its folder or disabled it. Yields None, or why the
-    folder cannot be used.
-    """
-    if jax.config.jax_compilation_cache_dir or not jax.config.jax_enable_compilation_cache:
-        yield None
-        return
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        if not os.access(folder, os.W_OK):
-            raise PermissionError(f"{folder} cannot be written")
-    except OSError as error:
-        yield f"compiled programs are not kept for the next time: {error}"
-        return
-    settings = {
-        "jax_compilation_cache_dir": str(folder),
-        "jax_persistent_cache_min_compile_time_secs": 0.0,
-        "jax_persistent_cache_min_entry_size_bytes": -1,
-    }
-    before = {name: getattr(jax.config, name) for name in settings}
-    try:
-        for name, value in settings.items():
-            jax.config.update(name, value)
-        yield None
-    finally:
-        for name, value in before.items():
-            jax.config.update(name, value)
-        compilation_cache.reset_cache()  # Otherwise JAX would go on using the folder.
-
-
 def kernels_of(lowered: jax.stages.Lowered) -> list[jax.stages.Traced]:
     """Makes a program of each Mosaic GPU kernel that a program calls.
 
@@ -142,32 +109,54 @@ class Programs:
     Args:
       log: called with a description of each step.
       timed_on_gpu: compiler options of timed programs on a GPU.
+      identity: the key under which programs are stored: the part's name, and the sizes that its
+        functions close over; empty: none is stored.
     """
 
-    def __init__(self, log: Log, timed_on_gpu: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self, log: Log, timed_on_gpu: Mapping[str, Any] | None = None, identity: str = ""
+    ) -> None:
         on_gpu = jax.default_backend() == "gpu"
         self._options = {
             True: dict(timed_on_gpu or {}) if on_gpu else {},
             False: UNTIMED_ON_GPU if on_gpu else {},
         }
-        self._log = log
+        self._log, self._identity = log, identity
+        self._store = executables.current_store() if identity else None
         workers = min(WORKERS, os.cpu_count() or 1)
         self._pool = ThreadPoolExecutor(workers, thread_name_prefix="compile")
         self._futures: dict[str, Future[jax.stages.Compiled]] = {}
 
     def add(self, name: str, fn: Callable[..., Any], *args: Any, timed: bool = True) -> Any:
-        """Lowers `fn(*args)` here and compiles it in another thread.
+        """Lowers `fn(*args)` here and compiles it in another thread, or loads it from the store.
 
         Args are arrays, or their shapes; `timed`: the program will not only run once. Returns the
         shapes of the result.
         """
+        options = self._options[timed]
+        key, stored = "", None
+        if self._store is not None:
+            key = self._store.key(self._identity, name, args, sorted(options.items()))
+            stored = self._store.get(key)
+        if stored is not None:
+            self._log(f"loading {' '.join(name.split())}")
+            out, serialized = stored
+
+            def load() -> jax.stages.Compiled:
+                try:
+                    return executables.load(serialized)
+                except Exception:  # a program that cannot be loaded is compiled
+                    return self._compile(name, jax.jit(fn).lower(*args), options, key)
+
+            self._futures[name] = self._pool.submit(load)
+            return out
         self._log(f"compiling {' '.join(name.split())}")
         lowered = jax.jit(fn).lower(*args)
-        self._futures[name] = self._pool.submit(self._compile, name, lowered, self._options[timed])
+        self._futures[name] = self._pool.submit(self._compile, name, lowered, options, key)
         return lowered.out_info
 
     def _compile(
-        self, name: str, lowered: jax.stages.Lowered, options: dict[str, Any]
+        self, name: str, lowered: jax.stages.Lowered, options: dict[str, Any], key: str
     ) -> jax.stages.Compiled:
         start = time.perf_counter()
         kernels = kernels_of(lowered)
@@ -177,6 +166,9 @@ class Programs:
             compiled = lowered.compile(compiler_options=options)
         if (seconds := time.perf_counter() - start) >= SLOW_COMPILATION_S:
             self._log(f"compiled {' '.join(name.split())} in {seconds:.1f} s")
+        if self._store is not None:
+            with contextlib.suppress(Exception):  # not every backend can serialise programs
+                self._store.put(key, executables.to_entry(compiled, lowered.out_info))
         return compiled
 
     def compiled(self) -> dict[str, jax.stages.Compiled]:

@@ -87,18 +87,27 @@ class Ran(NamedTuple):
 
     out: str
     progress: str
+    lowered: int
     kept: list[pathlib.Path]
 
 
 @pytest.fixture(scope="module")
 def demo_twice(tmp_path_factory):
     """Two runs of the whole demo with one cache of programs, from which the second one loads."""
-    folder, runs = tmp_path_factory.mktemp("demo"), []
+    folder, lowered = tmp_path_factory.mktemp("demo"), []
+    lower = jax.stages.Traced.lower
+
+    def counted_lower(self, *args, **kwargs):
+        lowered.append(self.fun_name)
+        return lower(self, *args, **kwargs)
+
+    runs = []
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv("IKBO_JAX_CACHE_DIR", str(folder))
         patched.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
         # Each round once: that they fill their windows is a test of its own.
         patched.setattr(_timing, "sustained_ms", run_once)
+        patched.setattr(jax.stages.Traced, "lower", counted_lower)
         for _ in range(2):
             # What was compiled before is in memory, and not in the folder.
             jax.clear_caches()
@@ -106,7 +115,8 @@ def demo_twice(tmp_path_factory):
             with contextlib.redirect_stdout(out), contextlib.redirect_stderr(progress):
                 assert cli.main([*TINY, "--dtype", "bfloat16", "--seed", "0"]) == cli.OK
             kept = sorted((folder / "programs").iterdir())
-            runs.append(Ran(out.getvalue(), progress.getvalue(), kept))
+            texts = out.getvalue(), progress.getvalue()
+            runs.append(Ran(*texts, len(lowered), kept))
     return runs
 
 
@@ -135,10 +145,14 @@ def test_demo_runs_every_stage_in_a_pipe(demo_twice):
 
 
 @pytest.mark.slow
-def test_a_second_demo_compiles_nothing(demo_twice):
+def test_a_second_demo_lowers_no_program_and_compiles_nothing(demo_twice):
     first, second = demo_twice
+    assert first.lowered > 10
     assert len(first.kept) > 10
+    assert second.lowered == first.lowered
     assert second.kept == first.kept
+    assert "compiling" in first.progress
+    assert "compiling" not in second.progress
     assert first.out == second.out
 
 

@@ -19,7 +19,7 @@ from test_cli import TINY, TINY_SIZES
 
 import ikbo_jax as ikbo
 from ikbo_jax import cli, demo, demo_attention, demo_ranking
-from ikbo_jax._timing import programs
+from ikbo_jax._timing import executables, programs
 from ikbo_jax._timing.programs import Programs
 from ikbo_jax.models import ranking
 
@@ -118,49 +118,168 @@ def test_programs_of_kernels_call_the_same_modules():
 # The cache of compiled programs.
 
 
-def run_once(folder: pathlib.Path) -> str | None:
-    """Runs a part whose programs are kept in a folder; returns why none is kept."""
-    jax.clear_caches()  # what was compiled before is in memory
-    with programs.keep_programs(folder) as reason:
-        assert programs.run_parts([part("alone", [], [])]) == ["alone"]
-    return reason
-
-
-def test_programs_are_found_again_in_their_folder(tmp_path):
-    events: list[str] = []
-    jax.monitoring.register_event_listener(lambda event, **_: events.append(event))
-    folders = [tmp_path / name for name in "ab"]
-    for folder in folders:
-        assert run_once(folder) is None
-    kept = [sorted(path.name for path in folder.iterdir()) for folder in folders]
-    assert kept[0] == kept[1]
-    events.clear()
-    assert run_once(folders[0]) is None
-    assert "/jax/compilation_cache/cache_hits" in events
-    assert "/jax/compilation_cache/cache_misses" not in events
-    # The settings are what they were before: a later program is not kept.
-    assert jax.config.jax_compilation_cache_dir is None
-    jax.jit(lambda x: x * 5)(jnp.ones(7)).block_until_ready()
-    assert kept == [sorted(path.name for path in folder.iterdir()) for folder in folders]
-
-
 def test_a_cache_that_the_user_chose_is_the_only_one(tmp_path):
     chosen, folder = str(tmp_path / "chosen"), tmp_path / "programs"
     jax.config.update("jax_compilation_cache_dir", chosen)
     try:
-        with programs.keep_programs(folder) as reason:
+        with executables.use_store(folder, []) as reason:
             assert reason is None
+            assert executables.current_store() is None
             assert jax.config.jax_compilation_cache_dir == chosen
     finally:
         jax.config.update("jax_compilation_cache_dir", None)
     assert not folder.exists()
+    with executables.use_store(folder, []) as reason:
+        assert reason is None
+        assert executables.current_store() is not None
 
 
 def test_a_folder_that_cannot_be_made_is_said_and_not_fatal(tmp_path):
     (tmp_path / "file").touch()
-    reason = run_once(tmp_path / "file" / "programs")
-    assert "not kept for the next time" in reason
-    assert str(tmp_path / "file") in reason
+    with executables.use_store(tmp_path / "file" / "programs", []) as reason:
+        assert "not kept for the next time" in reason
+        assert str(tmp_path / "file") in reason
+        assert executables.current_store() is None
+
+
+@pytest.mark.slow
+def test_programs_load_again_after_a_change_that_leaves_them_alike(tmp_path, monkeypatch):
+    """A program from JAX's own cache, stored and loaded, lacked its functions on a CPU."""
+
+    def first_words() -> set[str]:
+        """Runs the demo; says whether its programs were compiled or loaded."""
+        said: list[str] = []
+        jax.clear_caches()  # what was compiled before is in memory
+        part = demo.run(TINY_SIZES, 0, on_progress=said.append)
+        (report,) = demo.run_parts([part], said.append)
+        assert report.agree
+        assert len(report.measured) == 3
+        words = {word for text in said for word in ("compiling", "loading") if word in text}
+        assert words, said
+        return words
+
+    monkeypatch.setattr(demo, "ROUNDS", 1)
+    monkeypatch.setattr(demo, "WINDOW_S", 1e-3)
+    assert first_words() == {"compiling"}
+    real = executables.environment_digest
+    monkeypatch.setattr(executables, "environment_digest", lambda tables: b"new" + real(tables))
+    assert first_words() == {"compiling"}
+    assert first_words() == {"loading"}
+
+
+# Executables that a second demo finds without lowering their programs.
+
+
+@pytest.fixture
+def lowered(monkeypatch):
+    """The names of what has been lowered."""
+    names: list[str] = []
+    real = jax.stages.Traced.lower
+
+    def lower(self, *args, **kwargs):
+        names.append(self.fun_name)
+        return real(self, *args, **kwargs)
+
+    monkeypatch.setattr(jax.stages.Traced, "lower", lower)
+    return names
+
+
+def triple(x):
+    return {"tripled": x * 3}
+
+
+def run_once(folder, *, identity="part", size=4, table=None) -> list[str]:
+    """Runs a part with one program; returns what it said."""
+    said: list[str] = []
+    with executables.use_store(folder, [] if table is None else [table]):
+        mine = Programs(said.append, identity=identity)
+        shapes = mine.add("triple", triple, jax.ShapeDtypeStruct((size,), jnp.float32))
+        assert shapes["tripled"].shape == (size,)
+        found = mine.compiled()["triple"](jnp.ones(size))
+    np.testing.assert_array_equal(found["tripled"], np.full(size, 3.0))
+    return said
+
+
+def test_without_an_identity_nothing_is_kept(tmp_path, lowered):
+    for _ in range(2):
+        run_once(tmp_path, identity="")
+    assert len(lowered) == 2
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "what", ["identity", "shape", "user table", "variable", "setting", "source", "driver"]
+)
+def test_a_changed_key_compiles_again(what, tmp_path, lowered, monkeypatch, request):
+    folder, table = tmp_path / "kept", tmp_path / "sm90.json"
+    run_once(folder, table=table)
+    arguments = {"identity": {"identity": "other"}, "shape": {"size": 5}}.get(what, {})
+    if what == "user table":
+        table.write_text("{}")
+    elif what == "variable":
+        monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", ".5")
+    elif what == "setting":
+        request.addfinalizer(lambda: jax.config.update("jax_default_matmul_precision", None))
+        jax.config.update("jax_default_matmul_precision", "highest")
+    elif what in ("source", "driver"):
+        ending = "rewrite/calls/jit.py" if what == "source" else "driver/nvidia/version"
+        real_read, real_is = pathlib.Path.read_bytes, pathlib.Path.is_file
+        monkeypatch.setattr(
+            pathlib.Path,
+            "read_bytes",
+            lambda p: b"changed" if str(p).endswith(ending) else real_read(p),
+        )
+        monkeypatch.setattr(
+            pathlib.Path, "is_file", lambda p: str(p).endswith(ending) or real_is(p)
+        )
+    run_once(folder, table=table, **arguments)
+    assert len(lowered) == 2
+
+
+def break_content(path: pathlib.Path) -> None:
+    path.write_bytes(path.read_bytes()[:-20])
+
+
+def empty(path: pathlib.Path) -> None:
+    path.write_bytes(b"")
+
+
+def unloadable(path: pathlib.Path) -> None:
+    """An entry that reads well and whose program no loader takes."""
+    store = executables.Store(path.parent, b"")
+    shapes, (_, *trees) = store.get(path.name)
+    store.put(path.name, (shapes, (b"no program", *trees)))
+
+
+@pytest.mark.parametrize("spoil", [break_content, empty, unloadable])
+def test_a_broken_file_is_compiled_again_and_mended(spoil, tmp_path, lowered):
+    assert run_once(tmp_path) == ["compiling triple"]
+    assert lowered == ["triple"]
+    (kept,) = tmp_path.iterdir()
+    spoil(kept)
+    run_once(tmp_path)
+    assert len(lowered) == 2
+    assert run_once(tmp_path) == ["loading triple"]
+    assert len(lowered) == 2
+
+
+def test_a_folder_that_cannot_be_written_is_not_fatal(tmp_path):
+    (tmp_path / "file").touch()
+    assert run_once(tmp_path / "file" / "kept") == ["compiling triple"]
+
+
+def test_the_least_recently_used_goes_first(tmp_path, monkeypatch):
+    monkeypatch.setattr(executables, "MAX_FILES", 2)
+    store = executables.Store(tmp_path, b"")
+    for age, key in ((30, "a"), (20, "b")):
+        store.put(key, key)
+        os.utime(tmp_path / key, (1e9 - age, 1e9 - age))
+    assert store.get("a") == "a"
+    store.put("c", "c")
+    assert [store.get(key) for key in "abc"] == ["a", None, "c"]
+    monkeypatch.setattr(executables, "MAX_BYTES", 1)
+    store.put("d", "d")
+    assert not list(tmp_path.iterdir())
 
 
 # Inputs that are made by one program.
