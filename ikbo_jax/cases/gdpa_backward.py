@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -57,19 +57,14 @@ class Case(case.Case):
 
     def kernel(self, config: GdpaBackwardTuning, num_sms: int) -> Callable[..., Gradients]:
         """Returns the kernels, including their tile lists."""
-        options: dict[str, Any] = {
-            "query_config": config.query,
-            "key_config": config.key,
-            "num_sms": num_sms,
-        }
-
-        def gradients(
-            arrays: Arrays, d_out: jax.Array, out: jax.Array | None, lse: jax.Array | None
-        ) -> Gradients:
-            settings = self.forward.settings
-            return kernel_vjp(Arrays(*arrays), settings, d_out, out=out, lse=lse, **options)
-
-        return gradients
+        return lambda arrays, d_out, out, lse: kernel_vjp(
+            *(Arrays(*arrays), self.forward.settings, d_out),
+            out=out,
+            lse=lse,
+            query_config=config.query,
+            key_config=config.key,
+            num_sms=num_sms,
+        )
 
     def check(self, actual: Gradients, inputs: Inputs) -> Check:
         """Compares gradients with the XLA path, and with the oracle for some sequences.

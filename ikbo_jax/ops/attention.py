@@ -312,9 +312,9 @@ class _Attention(Op[AttentionCall, Arrays, _Results]):
         If only one of key and value is batched, or the lengths alone, folding would copy keys or
         values.
         """
-        if not attention_vmap.can_fold(batched):
+        fold_users = attention_vmap.folds_users(batched)
+        if fold_users is None:
             return None
-        fold_users = attention_vmap.are_users_batched(batched)
         if not fold_users:
             call = dataclasses.replace(call, indices_are_sorted=False)
         return call, attention_vmap.fold(size, batched, arrays, fold_users=fold_users)

@@ -73,20 +73,16 @@ def names_of_bias(bias: jax.Array) -> str:
 _NO_GRADIENTS: Any = (None,) * 3
 
 
-def are_users_batched(batched: Arrays) -> bool:
-    """Whether each problem has its own keys and its own values."""
-    return bool(batched.key and batched.value)
+def folds_users(batched: Arrays) -> bool | None:
+    """Whether problems that are folded have users of their own; None: they cannot be folded.
 
-
-def can_fold(batched: Arrays) -> bool:
-    """Whether problems become one without copies of keys or values.
-
-    They share no keys and values, or share all of them, and these are in no pages.
+    That would copy keys or values, unless all problems share them or each has its own, in no pages.
     """
     if batched.page_table is not None:
-        return False
-    shared = not (batched.key or batched.value or batched.lengths or batched.bias)
-    return are_users_batched(batched) or shared
+        return None
+    if batched.key and batched.value:
+        return True
+    return None if batched.key or batched.value or batched.lengths or batched.bias else False
 
 
 def fold(size: int, batched: Arrays, arrays: Arrays, *, fold_users: bool) -> Arrays:

@@ -318,9 +318,10 @@ class _Gdpa(Op[_Call, Arrays, _Results]):
     def fold(
         self, call: _Call, size: int, batched: Arrays, arrays: Arrays
     ) -> tuple[_Call, Arrays] | None:
-        if not gdpa_vmap.can_fold(call.settings, batched):
+        fold_kv = gdpa_vmap.folds_keys(call.settings, batched)
+        if fold_kv is None:
             return None
-        one = gdpa_vmap.fold(size, batched, arrays, gdpa_vmap.is_kv_batched(batched))
+        one = gdpa_vmap.fold(size, batched, arrays, fold_kv)
         return _without_rule(call), one  # filler sequences have no targets
 
     def named(self, call: _Call, arrays: Arrays) -> Named:

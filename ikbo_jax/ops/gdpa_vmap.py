@@ -14,16 +14,13 @@ from ikbo_jax.ops.stacking import concatenate, stack
 from ikbo_jax.reference.gdpa import Arrays, Settings, num_sequences
 
 
-def can_fold(settings: Settings, batched: Any) -> bool:
-    """Whether problems can be folded without copies of keys or values."""
-    can_fold_q = not settings.broadcast_q or not batched.query
-    any_kv = batched.key or batched.value or batched.cu_seqlens_kv
-    return can_fold_q and (is_kv_batched(batched) or not any_kv)
-
-
-def is_kv_batched(batched: Any) -> bool:
-    """Whether both keys and values differ between problems."""
-    return bool(batched.key and batched.value)
+def folds_keys(settings: Settings, batched: Any) -> bool | None:
+    """Whether problems that are folded have keys of their own; None: folding would copy some."""
+    if settings.broadcast_q and batched.query:
+        return None
+    if batched.key and batched.value:
+        return True
+    return None if batched.key or batched.value or batched.cu_seqlens_kv else False
 
 
 def fold(size: int, batched: Any, arrays: Arrays, fold_kv: bool) -> Arrays:

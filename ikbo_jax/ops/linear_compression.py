@@ -297,7 +297,7 @@ class _LinearCompression(Op[CompressionCall, Arrays, jax.Array]):
             of_gradient = self.of_gradient(call, plan, of)
             weights, embeddings = GRADIENT.differentiable(of_gradient, (arrays, of.cotangents))
         else:
-            weights, embeddings = decomposed_vjp(call.request, *arrays, of.cotangents, of.dtype)
+            weights, embeddings = decomposed_vjp(call.request, arrays, of.cotangents, of.dtype)
         pairs = zip(weights, of.arrays.weights, strict=True)
         padded = tuple(pad_columns(w, like.shape[1]) for w, like in pairs)
         return Arrays(padded, embeddings, (None,) * len(arrays.parents))

@@ -249,19 +249,11 @@ def _run_batched(call: CompressionCall, size: int, batched: Any, operands: Any) 
 
 
 def decomposed_vjp(
-    request: dispatch.Request,
-    weights: Sequence[jax.Array],
-    embeddings: Sequence[jax.Array],
-    parents: Sequence[jax.Array | None],
-    cotangent: jax.Array,
-    dtype: Any,
+    request: dispatch.Request, arrays: Arrays, cotangent: jax.Array, dtype: Any
 ) -> Gradients:
     """Computes the gradient in XLA, with sums over candidates that have one order on a GPU."""
-    return reference.decomposed_vjp(
-        *(tuple(weights), tuple(embeddings), tuple(parents), cotangent),
-        dtype=dtype,
-        sum_rows=functools.partial(look_up.sum_rows, request),
-    )
+    sum_rows = functools.partial(look_up.sum_rows, request)
+    return reference.decomposed_vjp(*arrays, cotangent, dtype=dtype, sum_rows=sum_rows)
 
 
 def _pull_back(
@@ -272,8 +264,8 @@ def _pull_back(
 
     def by_xla(weights: Any, embeddings: Any, cotangent: jax.Array) -> Gradients:
         request = dataclasses.replace(call.request, implementation="xla")
-        operands = weights, embeddings, parents, cotangent
-        found = decomposed_vjp(request, *operands, jnp.float32)
+        arrays = Arrays(weights, embeddings, parents)
+        found = decomposed_vjp(request, arrays, cotangent, jnp.float32)
         return jax.tree.map(lambda x, like: x.astype(like.dtype), found, cotangents)
 
     with jax.default_matmul_precision(call.request.precision):

@@ -85,16 +85,16 @@ class LinearCompressionBackwardConfig(Config):
     embeddings: tuple[EmbeddingConfig, ...]
     weight: WeightGradientConfig
 
-    def illegal_reason(self, problem: LinearCompressionSizes) -> str | None:
+    @hopper.first_reason
+    def illegal_reason(self, problem: LinearCompressionSizes) -> Iterator[str | None]:
         if len(self.embeddings) != len(problem.ks):
-            return (
+            yield (
                 f"the configuration is for {len(self.embeddings)} levels, but the problem has "
                 f"{len(problem.ks)}"
             )
         for level, config in enumerate(self.embeddings):
-            if reason := config.illegal_reason(embedding_problem(problem, level)):
-                return reason
-        return self.weight.illegal_reason(problem)
+            yield config.illegal_reason(embedding_problem(problem, level))
+        yield self.weight.illegal_reason(problem)
 
 
 def embedding_problem(problem: LinearCompressionSizes, level: int) -> LinearCompressionProblem:
