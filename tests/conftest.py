@@ -234,7 +234,7 @@ def fake_attention(seems_hopper: None, monkeypatch: pytest.MonkeyPatch) -> Itera
     finds that order itself.
     """
     from ikbo_jax.ops import attention as op
-    from ikbo_jax.ops.attention_vmap import Arrays
+    from ikbo_jax.ops.attention_arrays import Arrays
     from ikbo_jax.pallas.attention_backward import kernel as backward_kernel
     from ikbo_jax.pallas.attention_backward import own
     from ikbo_jax.pallas.attention_backward.rows import delta_by_xla

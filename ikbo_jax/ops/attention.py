@@ -10,15 +10,14 @@ import jax.numpy as jnp
 
 from ikbo_jax.ops import (
     arguments,
-    attention_arguments,
+    attention_arrays,
     attention_backward,
     attention_kernel,
-    attention_vmap,
     dispatch,
     reverse_only,
 )
+from ikbo_jax.ops.attention_arrays import LSE, QUERY, SPLIT, Arrays
 from ikbo_jax.ops.attention_backward import AttentionCall
-from ikbo_jax.ops.attention_vmap import LSE, QUERY, SPLIT, Arrays
 from ikbo_jax.ops.op import Named, Op, Pulled
 from ikbo_jax.ops.partition import Rule, dimensions
 from ikbo_jax.ops.sharded import aligned, is_typed, run_by_types, run_kernel, zeros
@@ -177,8 +176,8 @@ def attention(
         AttentionConfig,
         FewQueriesConfig,
     )
-    attention_arguments.check(arrays)
-    attention_arguments.check_self_tokens(query, key, self_key, self_value)
+    attention_arrays.check(arrays)
+    attention_arrays.check_self_tokens(query, key, self_key, self_value)
     scale = query.shape[3] ** -0.5 if scale is None else scale
     call = AttentionCall(
         request,
@@ -312,16 +311,16 @@ class _Attention(Op[AttentionCall, Arrays, _Results]):
         If only one of key and value is batched, or the lengths alone, folding would copy keys or
         values.
         """
-        fold_users = attention_vmap.folds_users(batched)
+        fold_users = attention_arrays.folds_users(batched)
         if fold_users is None:
             return None
         if not fold_users:
             call = dataclasses.replace(call, indices_are_sorted=False)
-        return call, attention_vmap.fold(size, batched, arrays, fold_users=fold_users)
+        return call, attention_arrays.fold(size, batched, arrays, fold_users=fold_users)
 
     def named(self, call: AttentionCall, arrays: Arrays) -> Named:
         keys = "u s k h" if arrays.page_table is None else "pages page k h"
-        bias = None if arrays.bias is None else attention_vmap.names_of_bias(arrays.bias)
+        bias = None if arrays.bias is None else attention_arrays.names_of_bias(arrays.bias)
         own = "b own k h"
         names = Arrays._make((QUERY, keys, keys, "b", "u", "b ends", own, own, "u most", bias))
         return Named(names, (QUERY, LSE if call.return_residuals else None), SPLIT)

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ikbo_jax.ops import attention_vmap, dispatch
-from ikbo_jax.ops.attention_vmap import Arrays
+from ikbo_jax.ops import attention_arrays, dispatch
+from ikbo_jax.ops.attention_arrays import Arrays
 from ikbo_jax.ops.op import Call, Gradient
 from ikbo_jax.ops.sharded import run_kernel
 from ikbo_jax.ops.stacking import concatenate, unstack
@@ -125,7 +125,7 @@ def _run_batched(
         return GRADIENT.one_by_one(call, batched, operands)
     # Every problem returns its own gradients of all arrays, so copies of shared arrays take no
     # more memory than the results.
-    arrays = attention_vmap.fold(size, batched.arrays, operands.arrays, fold_users=True)
+    arrays = attention_arrays.fold(size, batched.arrays, operands.arrays, fold_users=True)
     rows = jax.tree.map(functools.partial(concatenate, size), operands[1:], batched[1:])
     config, _ = choose(call.request, problem_of(arrays, call.logit_cap))
     folded = dataclasses.replace(call, backward_config=config)

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 
 from ikbo_jax.ops import dispatch
-from ikbo_jax.ops.attention_vmap import Arrays
+from ikbo_jax.ops.attention_arrays import Arrays
 from ikbo_jax.problems import FewQueriesConfig
 from ikbo_jax.problems.hopper import WGMMA_M
 
