@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from ikbo_jax.layers import inputs, parameters
+from ikbo_jax.layers import parameters
 from ikbo_jax.masks import Mask
 from ikbo_jax.ops import arguments
 from ikbo_jax.ops.attention import attention
@@ -84,11 +84,11 @@ def compress(
     Returns:
       [B, M, N].
     """
-    parameters.check(inputs.E_USER.layer, params, parameters.COMPRESSION)
-    inputs.E_USER.check(e_user, params["w_user"].shape[1])
-    inputs.E_CAND.check(e_cand, params["w_cand"].shape[1])
+    parameters.check(parameters.E_USER.layer, params, parameters.COMPRESSION)
+    parameters.E_USER.check(e_user, params["w_user"].shape[1])
+    parameters.E_CAND.check(e_cand, params["w_cand"].shape[1])
     params, (e_user, e_cand) = cast(
-        inputs.E_USER.layer, params, dtype, e_user=e_user, e_cand=e_cand
+        parameters.E_USER.layer, params, dtype, e_user=e_user, e_cand=e_cand
     )
     with with_precision(precision):
         return linear_compression(params["w_cand"], params["w_user"], e_cand, e_user, cand_to_user)
@@ -148,14 +148,14 @@ def attend(
     Returns:
       [B, T, F_out].
     """
-    parameters.check(inputs.X_CAND.layer, params, parameters.ATTENTION)
-    inputs.X_CAND.check(x_cand, params["w_query"].shape[0])
-    inputs.X_USER.check(x_user, params["w_key"].shape[0])
+    parameters.check(parameters.X_CAND.layer, params, parameters.ATTENTION)
+    parameters.X_CAND.check(x_cand, params["w_query"].shape[0])
+    parameters.X_USER.check(x_user, params["w_key"].shape[0])
     arguments.check_index("cand_to_user", cand_to_user, "x_cand", "B", x_cand.shape[0])
     if (lengths := key_value_seq_lengths) is not None:
         arguments.check_index("key_value_seq_lengths", lengths, "x_user", "U", x_user.shape[0])
     params, (x_cand, x_user) = cast(
-        inputs.X_CAND.layer, params, dtype, x_cand=x_cand, x_user=x_user
+        parameters.X_CAND.layer, params, dtype, x_cand=x_cand, x_user=x_user
     )
     with with_precision(precision):
         query, key, value = projected(params, x_cand, x_user)
@@ -199,10 +199,10 @@ def pma(
     Returns:
       [batch, num_seeds, F_out].
     """
-    parameters.check(inputs.PMA_X.layer, params, parameters.PMA)
-    inputs.PMA_X.check(x, params["w_key"].shape[0])
+    parameters.check(parameters.PMA_X.layer, params, parameters.PMA)
+    parameters.PMA_X.check(x, params["w_key"].shape[0])
     arguments.check_offsets("cu_seqlens", "batch", cu_seqlens)
-    params, (x,) = cast(inputs.PMA_X.layer, params, dtype, x=x)
+    params, (x,) = cast(parameters.PMA_X.layer, params, dtype, x=x)
     seeds = params["seeds"]
     with with_precision(precision):
         out = gdpa(
@@ -253,9 +253,9 @@ def pffn(
     Returns:
       [total, F]; 0 in rows outside all sequences.
     """
-    parameters.check(inputs.PFFN_X.layer, params, parameters.ATTENTION)
-    inputs.PFFN_X.check(x, params["w_query"].shape[0])
-    inputs.PFFN_MEMORY.check(memory, params["w_key"].shape[0])
+    parameters.check(parameters.PFFN_X.layer, params, parameters.ATTENTION)
+    parameters.PFFN_X.check(x, params["w_query"].shape[0])
+    parameters.PFFN_MEMORY.check(memory, params["w_key"].shape[0])
     arguments.check_offsets("cu_seqlens", "batch", cu_seqlens)
     arguments.check_offsets("cu_seqlens_memory", "batch_memory", cu_seqlens_memory)
     batch, batch_memory = cu_seqlens.shape[0] - 1, cu_seqlens_memory.shape[0] - 1
@@ -266,7 +266,7 @@ def pffn(
             f"cu_seqlens has batch={batch} sequences but cu_seqlens_memory has "
             f"batch_memory={batch_memory}; pass x_to_memory, the memory sequence of every sequence"
         )
-    params, (x, memory) = cast(inputs.PFFN_X.layer, params, dtype, x=x, memory=memory)
+    params, (x, memory) = cast(parameters.PFFN_X.layer, params, dtype, x=x, memory=memory)
     with with_precision(precision):
         out = gdpa(
             *projected(params, x, memory),
