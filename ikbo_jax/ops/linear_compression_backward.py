@@ -95,7 +95,7 @@ def choose(
 def kernel_vjp(
     weights: Sequence[jax.Array],
     embeddings: Sequence[jax.Array],
-    parents: Sequence[jax.Array | None],
+    parents: Sequence[Any],
     cotangent: jax.Array,
     *,
     config: LinearCompressionBackwardConfig,
@@ -153,9 +153,8 @@ def kernel_vjp(
         d_weights.insert(0, d_weight)
         d_embeddings.insert(0, d_embedding)
         if level > 0:
-            parent, batch = parents[level], embeddings[level - 1].shape[0]
-            assert parent is not None
-            parent = jnp.clip(parent, 0, batch - 1)
+            batch = embeddings[level - 1].shape[0]
+            parent = jnp.clip(parents[level], 0, batch - 1)
             # Each level is summed from the finest cotangents, so that its sum is rounded once.
             ancestor = parent if ancestor is None else parent[ancestor]
             d_result = _sums(cotangent, ancestor, batch)
