@@ -259,19 +259,14 @@ class Store:
 
     def put(self, key: str, entry: Any) -> None:
         """Writes an entry atomically; if that fails, there is no entry and no error."""
-        partial = None
-        try:
+        with contextlib.suppress(Exception):
             body = pickle.dumps(entry)
             self._folder.mkdir(parents=True, exist_ok=True)
-            with tempfile.NamedTemporaryFile(dir=self._folder, delete=False) as file:
-                partial = file.name
+            with tempfile.NamedTemporaryFile(dir=self._folder, delete_on_close=False) as file:
                 file.write(hashlib.sha256(body).digest() + body)
-            os.replace(partial, self._folder / key)
+                file.close()
+                os.replace(file.name, self._folder / key)
             self._delete_oldest()
-        except Exception:
-            if partial is not None:
-                with contextlib.suppress(OSError):
-                    os.unlink(partial)
 
     def _delete_oldest(self) -> None:
         files = [(path, path.stat()) for path in self._folder.iterdir()]
