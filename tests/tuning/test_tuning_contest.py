@@ -20,11 +20,6 @@ PROPOSED_BY_NOBODY = AttentionConfig(balance=True, late_turns=True)
 CANDIDATES = list(DEFAULT.configs())
 
 
-@pytest.fixture
-def cache_file(cache_dir):
-    return cache_dir / "sm90.json"
-
-
 def tune(problem: Any, bench: Any, **options: Any) -> tuple[dict[str, Any], list[str]]:
     """The row that came out, and the lines of progress."""
     lines: list[str] = []
