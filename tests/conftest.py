@@ -234,8 +234,7 @@ def fake_attention(seems_hopper: None, monkeypatch: pytest.MonkeyPatch) -> Itera
     finds that order itself.
     """
     from ikbo_jax.ops import attention as op
-    from ikbo_jax.ops import pages
-    from ikbo_jax.ops.attention_vmap import Arrays
+    from ikbo_jax.ops.attention_arrays import Arrays
     from ikbo_jax.pallas.attention_backward import kernel as backward_kernel
     from ikbo_jax.pallas.attention_backward import own
     from ikbo_jax.pallas.attention_backward.rows import delta_by_xla
@@ -270,7 +269,7 @@ def fake_attention(seems_hopper: None, monkeypatch: pytest.MonkeyPatch) -> Itera
         call["return_residuals"] = return_residuals
         calls.append(call)
         if page_table is not None:
-            laid_out = pages.laid_out(Arrays(query, key, value, index, None, page_table=page_table))
+            laid_out = Arrays(query, key, value, index, None, page_table=page_table).laid_out()
             call["page"], key, value = key.shape[1], laid_out.key, laid_out.value
 
         def run(order, targets, ranges, own, *arrays):

@@ -32,8 +32,8 @@ def kernel_vjp(
     d_out: jax.Array,
     *,
     num_sms: int,
-    out: jax.Array | None = None,
-    lse: jax.Array | None = None,
+    out: Any = None,
+    lse: Any = None,
     config: GdpaBackwardConfig | None = None,
     dtype: Any = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -67,7 +67,8 @@ def kernel_vjp(
         parts=parts,
     )
     offsets = Offsets.of(arrays, settings)
-    work, masks = list_works(offsets, work_settings), None
+    work: Any = list_works(offsets, work_settings)
+    masks: Any = None
     if arrays.intervals is not None:
         _, heads, width = query.shape
         rows_of_groups = (
@@ -79,9 +80,6 @@ def kernel_vjp(
         )
     of_rows = None
     if has_softmax:
-        assert work.blocks is not None
-        assert out is not None
-        assert lse is not None
         blocks: dict[str, Any] = {"output_scale": settings.output_scale, "block": config.block}
         of_rows = softmax.statistics_of(work.blocks, out, lse, d_out, **blocks)
     options: dict[str, Any] = {
@@ -95,7 +93,6 @@ def kernel_vjp(
         arrays, work.keys, d_out, parts, config, out_dtype=dtype, options=of_keys
     )
     if stored:
-        assert masks is not None
         options["masks"] = masks._replace(d_scores=d_scores[0])
     (d_query,) = kernels.gradient_kernel(
         *(query, key, value, d_out, work.queries),

@@ -94,7 +94,7 @@ def choose(
 def kernel_vjp(
     weights: Sequence[jax.Array],
     embeddings: Sequence[jax.Array],
-    parents: Sequence[jax.Array | None],
+    parents: Sequence[Any],
     cotangent: jax.Array,
     *,
     config: WeightGradientConfig,
@@ -154,9 +154,8 @@ def kernel_vjp(
         d_weights.insert(0, d_weight)
         d_embeddings.insert(0, d_embedding)
         if level > 0:
-            parent, batch = parents[level], embeddings[level - 1].shape[0]
-            assert parent is not None
-            parent = jnp.clip(parent, 0, batch - 1)
+            batch = embeddings[level - 1].shape[0]
+            parent = jnp.clip(parents[level], 0, batch - 1)
             # Each level is summed from the finest cotangents, so that its sum is rounded once.
             ancestor = parent if ancestor is None else parent[ancestor]
             d_result = _sums(cotangent, ancestor, batch)
@@ -249,19 +248,11 @@ def _run_batched(call: CompressionCall, size: int, batched: Any, operands: Any) 
 
 
 def decomposed_vjp(
-    request: dispatch.Request,
-    weights: Sequence[jax.Array],
-    embeddings: Sequence[jax.Array],
-    parents: Sequence[jax.Array | None],
-    cotangent: jax.Array,
-    dtype: Any,
+    request: dispatch.Request, arrays: Arrays, cotangent: jax.Array, dtype: Any
 ) -> Gradients:
     """Computes the gradient in XLA, with sums over candidates that have one order on a GPU."""
-    return reference.decomposed_vjp(
-        *(tuple(weights), tuple(embeddings), tuple(parents), cotangent),
-        dtype=dtype,
-        sum_rows=functools.partial(look_up.sum_rows, request),
-    )
+    sum_rows = functools.partial(look_up.sum_rows, request)
+    return reference.decomposed_vjp(*arrays, cotangent, dtype=dtype, sum_rows=sum_rows)
 
 
 def _pull_back(
@@ -272,8 +263,8 @@ def _pull_back(
 
     def by_xla(weights: Any, embeddings: Any, cotangent: jax.Array) -> Gradients:
         request = dataclasses.replace(call.request, implementation="xla")
-        operands = weights, embeddings, parents, cotangent
-        found = decomposed_vjp(request, *operands, jnp.float32)
+        arrays = Arrays(weights, embeddings, parents)
+        found = decomposed_vjp(request, arrays, cotangent, jnp.float32)
         return jax.tree.map(lambda x, like: x.astype(like.dtype), found, cotangents)
 
     with jax.default_matmul_precision(call.request.precision):

@@ -48,14 +48,14 @@ class WeightGradientConfig(Config):
             stages=memory.barriers(self.stages, 1 + NUM_CONSUMERS),
         )
 
-    def illegal_reason(self, problem: LinearCompressionSizes) -> str | None:
-        if reason := _why_not_sizes(problem) or hopper.why_not_rows(problem):
-            return reason
+    @hopper.first_reason
+    def illegal_reason(self, problem: LinearCompressionSizes) -> Iterator[str | None]:
+        yield _why_not_sizes(problem)
+        yield hopper.why_not_rows(problem)
         if self.block_m % 8 or not 8 <= self.block_m <= MAX_BLOCK_M:
-            return f"block_m must be a multiple of 8 from 8 to {MAX_BLOCK_M}, but is {self.block_m}"
-        if self.stages < 2:
-            return f"stages must be at least 2, but is {self.stages}"
-        return hopper.why_not_smem(self, memory.smem_bytes(self.shared))
+            yield f"block_m must be a multiple of 8 from 8 to {MAX_BLOCK_M}, but is {self.block_m}"
+        yield hopper.why_too_few(self, stages=2)
+        yield hopper.why_not_smem(self, memory.smem_bytes(self.shared))
 
     def splits(self, batch: int, k: int, m: int, n: int, *, problems: int, num_sms: int) -> int:
         """Counts parts of each problem's batch, whose products and `ITEM_COST` end together."""

@@ -10,8 +10,7 @@ from jax.sharding import PartitionSpec as P
 from sharded_calls import mesh_of, on
 
 import ikbo_jax as ikbo
-from ikbo_jax.problems.gated_linear import GatedLinearConfig
-from ikbo_jax.problems.norm_linear import NormLinearConfig
+from ikbo_jax.problems.norm_linear import GatedLinearConfig, NormLinearConfig
 from ikbo_jax.reference import norm_linear as reference
 
 pytestmark = pytest.mark.usefixtures("on_cpu")

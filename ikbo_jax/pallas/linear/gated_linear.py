@@ -47,8 +47,8 @@ from ikbo_jax.pallas.linear.gated_loads import (
     load_rows,
     load_weights,
 )
-from ikbo_jax.problems.gated_linear import GatedLinearConfig
 from ikbo_jax.problems.hopper import BLOCK_K, WGMMA_M
+from ikbo_jax.problems.norm_linear import GatedLinearConfig
 from ikbo_jax.reference.norm_linear import Gate, GatedLinear
 
 
