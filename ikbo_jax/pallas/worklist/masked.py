@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from ikbo_jax.pallas.hopper.per_thread import cdiv, same, select
 from ikbo_jax.pallas.worklist import by_xla
@@ -100,14 +99,8 @@ class MaskedContext(SegmentContext):
             0 if ref is None else read(ref, place) for ref in (shared.contextual, shared.targets)
         ]
         position = kv_length - found.length + done
-        keys = keys_of_tile(
-            shape.rule,
-            position,
-            jnp.maximum(rows, 1),
-            Sequence(kv_length, *numbers),
-            shape.unit,
-            lambda x: lax.div(x, same(shape.unit)),
-        )
+        sequence = Sequence(kv_length, *numbers)
+        keys = keys_of_tile(shape.rule, position, jnp.maximum(rows, 1), sequence, shape.unit)
         return Tile(
             start + done,
             rows,
