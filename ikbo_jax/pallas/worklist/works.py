@@ -176,13 +176,10 @@ def count_shared(ctx: SegmentContext, begin: Any, end: Any, *, with_blocks: bool
 
 def _sum_up_begins(ctx: SegmentContext) -> None:
     """Sets begins[i] to the number of lower keys' ranges; synchronises before and after."""
-    threads, begins, at = ctx.threads, ctx.shared.begins, 9 * ctx.threads.warps
-    sum_up(threads, begins, _most_begins(ctx.config), None, ctx.shared.parts, at)
+    threads, shared = ctx.threads, ctx.shared
+    count, at = shared.key_blocks.shape[0] + 1, 9 * threads.warps
+    sum_up(threads, shared.begins, count, None, shared.parts, at)
     threads.commit()
-
-
-def _most_begins(static: Launch) -> int:
-    return static.keys.sequences * static.keys.parts + 1
 
 
 def _place_ranges(ctx: SegmentContext, index: jax.Array) -> jax.Array:
@@ -410,6 +407,6 @@ def _shared(static: Launch, operands: Arrays, own: int) -> Any:
         found = found._replace(statistics=memory.Words((queries.segments,)))
     if operands.q_to_kv is None:
         return found
-    begins = memory.Words((padded(threads, _most_begins(static)),))
-    blocks = memory.Words((_most_begins(static) - 1,))
-    return found._replace(begins=begins, key_blocks=blocks)
+    count = keys.sequences * keys.parts
+    begins = memory.Words((padded(threads, count + 1),))
+    return found._replace(begins=begins, key_blocks=memory.Words((count,)))
