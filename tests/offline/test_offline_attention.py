@@ -261,14 +261,7 @@ FEW = {
     "h64_listed_most": few(64, FewConfig(128, 2), (1, 1), lists=True, batch=16384, users=16),
     "h128_listed": few(128, FewConfig(64, 1, 128, 2, 2), (1, 1), lists=True, users=99),
     "h96_listed_gqa_split": few(
-        96,
-        FewConfig(64, 2, 64, 5, 5),
-        (8, 2),
-        lists=True,
-        bundle=2,
-        q_len=3,
-        batch=120,
-        users=60,
+        96, FewConfig(64, 2, 64, 5, 5), (8, 2), lists=True, bundle=2, q_len=3, batch=120, users=60
     ),
     # One listing serves all heads, or half of them.
     "h64_listed_bundles": few(

@@ -15,9 +15,7 @@ from test_offline_compile import launch as forward_launch
 from ikbo_jax.ops.linear_compression_backward import kernel_vjp
 from ikbo_jax.problems import LinearCompressionBackwardProblem, LinearCompressionProblem, memory
 from ikbo_jax.problems import linear_compression_backward as configs
-from ikbo_jax.problems.linear_compression_backward import (
-    WeightGradientConfig,
-)
+from ikbo_jax.problems.linear_compression_backward import WeightGradientConfig
 from ikbo_jax.tuning import table_rows
 
 pytestmark = pytest.mark.slow

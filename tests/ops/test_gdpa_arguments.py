@@ -119,10 +119,7 @@ BAD_OPTIONS = {
         "output_scale has shape (3,) but the queries have",
     ),
     "scales_f64": ({"output_scale": np.ones(2)}, "a number or a float32 array, but is float64[2]"),
-    "scales_rank": (
-        {"output_scale": np.ones((2, 1), np.float32)},
-        "output_scale has shape (2, 1)",
-    ),
+    "scales_rank": ({"output_scale": np.ones((2, 1), np.float32)}, "output_scale has shape (2, 1)"),
     "cap_zero": ({"logit_cap": 0.0}, "logit_cap must be above 0 in float32, but is 0.0"),
     "cap_negative": ({"logit_cap": -3}, "logit_cap must be above 0 in float32, but is -3"),
     "cap_nan": ({"logit_cap": np.nan}, "logit_cap must be a finite number, but is nan"),

@@ -86,10 +86,7 @@ LEFT = {
         "(lambda x: mix(x * nn.sigmoid(x.max(-1, keepdims=True))))(L(q))",
         "attention is not recognised: ",
     ),
-    "gate by other logits": (
-        "mix(L(q) * nn.sigmoid(L(q + 1)))",
-        "attention is not recognised: ",
-    ),
+    "gate by other logits": ("mix(L(q) * nn.sigmoid(L(q + 1)))", "attention is not recognised: "),
     "mask before an activation": (
         "mix(nn.relu(jnp.where(C, L(q), -1e9)))",
         "attention is not recognised: ",
