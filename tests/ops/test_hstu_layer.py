@@ -39,7 +39,7 @@ def norm(x: np.ndarray, weight: Any, bias: Any) -> np.ndarray:
     return normed("layer", x, 1e-6) * weight + bias
 
 
-def formula(d, h, activations, group_norm, mask, kept=(1, 1, 1), **p) -> np.ndarray:  # fmt: skip
+def formula(d, h, activations, group_norm, mask, **p) -> np.ndarray:
     """The layer as it is published, sequence by sequence."""
     x, ends = p["x"], np.cumsum(LENGTHS)
     rows = norm(x, p.get("input_norm_weight", 1), p.get("input_norm_bias", 0))
@@ -59,7 +59,7 @@ def formula(d, h, activations, group_norm, mask, kept=(1, 1, 1), **p) -> np.ndar
         normed = norm(a, *(np.reshape(y, (-1, 1)) for y in (weight, bias)))
     else:
         normed = norm(a.reshape(TOTAL, -1), weight, bias).reshape(a.shape)
-    both = [y.reshape(TOTAL, -1) * m for y, m in zip((u, a, u * normed), kept, strict=True)]
+    both = [y.reshape(TOTAL, -1) for y in (u, a, u * normed)]
     both = both if len(p["output_weight"]) == 3 * N * h else both[2:]
     return x + np.concatenate(both, axis=1) @ p["output_weight"]
 

@@ -25,7 +25,6 @@ from ikbo_jax.reference import linear_compression as reference
 from ikbo_jax.tuning import table
 
 SHAPES = problems.LINEAR_COMPRESSION_SHAPES
-SMALL = problems.LinearCompressionShape(3, 7, 10, 11, 5, 8, "unsorted")
 
 
 materialised = jax.jit(reference.materialised)

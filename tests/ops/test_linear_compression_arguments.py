@@ -14,7 +14,6 @@ import ikbo_jax as ikbo
 
 # B=7, U=3, M=10, K_cand=5, K_user=11, N=8
 INPUTS = problems.make_inputs(problems.LinearCompressionShape(3, 7, 10, 11, 5, 8))
-BF16 = jnp.bfloat16
 
 
 ARRAYS = INPUTS._asdict()

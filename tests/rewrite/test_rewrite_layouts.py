@@ -8,8 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import layout_models  # noqa: F401  These fill the table.
-import layout_positions  # noqa: F401
+import layout_models  # noqa: F401  It fills the table.
 import layout_sequences
 import numpy as np
 import pytest

@@ -12,8 +12,7 @@ import types
 
 import jax
 import jax.numpy as jnp
-import layout_models  # These fill the table.
-import layout_positions
+import layout_models
 import layout_sequences
 import numpy as np
 import pytest
@@ -193,7 +192,7 @@ def test_explanation_can_be_pickled_and_copied() -> None:
 
 # What the report says of costs, against counts taken from the two programs, for every layout.
 
-FILES = tuple(f"{x.__name__}.py:" for x in (layout_models, layout_positions, layout_sequences))
+FILES = tuple(f"{x.__name__}.py:" for x in (layout_models, layout_sequences))
 
 
 def products(program) -> int:
