@@ -191,10 +191,18 @@ CASES |= table_cases()
 def test_offline_gdpa_backward_kernel_is_fit(name: str, compiler: offline.Compiler) -> None:
     case = CASES[name]
     is_stored = case.stored_rows > 0 and not case.is_for_keys
-    if not is_stored:
-        kind = {"has_softmax": case.has_softmax, "has_mask": case.has_mask}
-        sizes = case.dtype, case.head_dim
-        assert case.chosen.illegal_reason(*sizes, num_results=case.num_results, **kind) is None
+    reason = (
+        None
+        if is_stored
+        else case.chosen.illegal_reason(
+            case.dtype,
+            case.head_dim,
+            num_results=case.num_results,
+            has_softmax=case.has_softmax,
+            has_mask=case.has_mask,
+        )
+    )
+    assert reason is None
     (compiled,) = compiler.compile_fit(*case.launch())
     assert compiled.smem_bytes == case.smem_bytes
 
