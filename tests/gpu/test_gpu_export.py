@@ -2,6 +2,7 @@
 
 import os
 import pathlib
+import subprocess
 import sys
 
 import jax
@@ -9,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import export
-from processes import ROOT, output_of
 
 import ikbo_jax as ikbo
 
@@ -72,9 +72,16 @@ def artefacts(request, tmp_path_factory) -> tuple[pathlib.Path, bool]:
     device, is_this = jax.devices()[0], request.param == "this card"
     # More CTAs than fit at once, too: no kernel waits for a CTA that may not be running.
     num_sms = device.core_count if is_this else device.core_count + 13
-    program = [sys.executable, "-c", DEFINITIONS + EXPORT]
-    where = {"cwd": ROOT, "env": os.environ | {"JAX_PLATFORMS": "cpu"}}
-    output_of([*program, folder, device.device_kind, num_sms], 280, **where)
+    run = subprocess.run(
+        [sys.executable, "-c", DEFINITIONS + EXPORT, folder, device.device_kind, str(num_sms)],
+        cwd=pathlib.Path(__file__).parents[2],
+        env={**os.environ, "JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr
     return folder, is_this
 
 
@@ -131,8 +138,15 @@ assert not [name for name in sys.modules if name.startswith("ikbo_jax")]
 @pytest.mark.parametrize("name", CASES)
 def test_artefact_runs_where_no_kernel_was_traced(name: str, artefacts) -> None:
     folder, _ = artefacts
-    environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-    output_of([sys.executable, "-c", LOAD, folder / name], 200, env=environment)
+    run = subprocess.run(
+        [sys.executable, "-c", LOAD, folder / name],
+        env={**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"},
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr[-2000:]
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -3,6 +3,7 @@
 import functools
 import json
 import pathlib
+import subprocess
 import sys
 from collections.abc import Callable
 
@@ -13,7 +14,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from processes import child_environment, output_of
+from processes import child_environment
 from sharded_calls import (
     CASES,
     CASES_OF_TWO_AXES,
@@ -314,9 +315,16 @@ print(json.dumps([run(*program) for program in json.loads(sys.argv[2])]))
 
 def outcomes(folder: pathlib.Path, programs: list[tuple[str, float]]) -> list[dict]:
     """What a new process finds in the cache."""
-    command = [sys.executable, "-c", CODE, folder, json.dumps(programs)]
-    environment = child_environment(ROOT, without="JAX_", JAX_PLATFORMS="cpu")
-    return json.loads(output_of(command, 100, env=environment).splitlines()[-1])
+    done = subprocess.run(
+        [sys.executable, "-c", CODE, str(folder), json.dumps(programs)],
+        env=child_environment(ROOT, without="JAX_", JAX_PLATFORMS="cpu"),
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 @pytest.mark.time_limit(240)

@@ -8,7 +8,7 @@ import sys
 import time
 
 import pytest
-from processes import child_environment, heeding_interrupts, output_of
+from processes import child_environment, heeding_interrupts
 
 from examples import several_processes as example
 
@@ -34,12 +34,19 @@ def environment() -> dict[str, str]:
 
 def run(*arguments: str) -> dict[int, dict[str, str]]:
     """What every process printed: its number to a dict of what it says to what it found."""
-    command = heeding_interrupts([*COMMAND, "--time-limit", "200", *arguments])
-    printed = output_of(command, 240, env=environment())
+    done = subprocess.run(
+        heeding_interrupts([*COMMAND, "--time-limit", "200", *arguments]),
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
     found: dict[int, dict[str, str]] = {}
     # Gloo writes to the same output, and the ends of its lines apart from the lines.
     line = re.compile(r"\[(\d+)\] ([^:\[\]\n]*): (.*)$", re.MULTILINE)
-    for number, subject, text in line.findall(printed):
+    for number, subject, text in line.findall(done.stdout):
         found.setdefault(int(number), {})[subject] = text
     return found
 

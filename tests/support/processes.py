@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 
@@ -43,15 +43,6 @@ def child_environment(
     paths = [*map(str, folders), *filter(None, [os.environ.get("PYTHONPATH")])]
     kept = {k: v for k, v in os.environ.items() if without is None or not k.startswith(without)}
     return kept | {"PYTHONPATH": os.pathsep.join(paths)} | variables
-
-
-def output_of(command: Sequence[object], timeout: float, **options: Any) -> str:
-    """Returns what a command prints, which must end with status 0."""
-    done = subprocess.run(
-        list(map(str, command)), capture_output=True, text=True, timeout=timeout, **options
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
 
 
 def until(condition: Callable[[], object], limit_s: float) -> bool:
