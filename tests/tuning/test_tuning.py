@@ -20,9 +20,6 @@ from ikbo_jax.autotuner.bench import Task
 from ikbo_jax.problems import LinearCompressionConfig, LinearCompressionProblem
 from ikbo_jax.tuning import table, table_rows, user_cache
 
-TINY = LinearCompressionProblem((2, 6), (7, 5), 9, 16, "float32")
-
-
 # The configurations that may run.
 
 
