@@ -13,8 +13,7 @@ from jax.sharding import PartitionSpec as P
 from sharded_calls import CASES, close, draw, mesh_of, on, on_mesh
 
 import ikbo_jax as ikbo
-from ikbo_jax.problems.gated_linear import GatedLinearConfig
-from ikbo_jax.problems.norm_linear import NormLinearConfig, NormLinearProblem
+from ikbo_jax.problems.norm_linear import GatedLinearConfig, NormLinearConfig, NormLinearProblem
 from ikbo_jax.reference import norm_linear as reference
 
 pytestmark = pytest.mark.usefixtures("on_cpu")

@@ -266,7 +266,7 @@ def _skip(ready: Any, count: int) -> None:
 
 def _load_more_blocks(ctx: Context, place: Place) -> Any:
     """Loads more of the first blocks while candidates are listed; counts those in the rings."""
-    user, _ = ctx.listed_place(place.slot)
+    user = ctx.listed_place(place.slot)[0]
     keys = rows.length_of(ctx, user) - place.split * (ctx.split_blocks * ctx.config.block_kv)
     blocks = jnp.clip(pl.cdiv(keys, ctx.config.block_kv), 1, ctx.split_blocks)
     loaded = jnp.minimum(blocks, min(ctx.config.k_stages, ctx.config.v_stages))
@@ -292,7 +292,7 @@ def _send_listed(ctx: Context, count: Any, progress: _Progress) -> _Progress:
     def one_listing(carry: tuple[Any, ...]) -> tuple[Any, ...]:
         i, rank, loaded, progress = carry
         place = ctx.place(i)
-        user, _ = ctx.listed_place(place.slot)
+        user = ctx.listed_place(place.slot)[0]
         length = rows.length_of(ctx, user)  # loaded while the candidates are listed
         found, items, following, next_user, next_rank = listing.await_found(ctx, i, rank)
         next_user = jnp.where(following < count, next_user, -1)
