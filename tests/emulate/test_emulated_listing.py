@@ -3,7 +3,7 @@
 Two consumers list a user's candidates, or make a table of all users; a warp finds a user's range.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import emulator
 import jax
@@ -32,24 +32,22 @@ WORDS = LISTED + LISTING_WARPS
 KV_LEN, Q_LEN, ITEM_ROWS = 100, 3, 64
 
 
-class Given(NamedTuple):
-    index: Any  # [B] int32
-    # [CTAs, 2]: a user, and the rank of the first candidate of a list; or [U]: lengths of a table
-    numbers: Any
-
-
 def run(consume, given, out, shared, shape=None) -> np.ndarray:
-    """What consumers store in an array of int32 [CTAs, ...], or [...] by one CTA."""
+    """What consumers store in an array of int32 [CTAs, ...], or [...] by one CTA.
 
-    def context(shared: Any, given: Given, outputs: Any) -> WarpgroupContext:
+    `given` are an index [B], and [CTAs, 2]: a user, and the rank of the first candidate of a list;
+    or [U]: lengths of a table.
+    """
+
+    def context(shared: Any, given: Any, outputs: Any) -> WarpgroupContext:
         if shape is None:
             return WarpgroupContext(None, None, shared, given, outputs)
-        operands = Operands(None, None, None, given.index, given.numbers, given.numbers)
+        operands = Operands(None, None, None, *given, given[1])
         return Context(shape, None, shared, operands, outputs)
 
     (found,) = launch(
         Roles(context, None, consume, warpgroups=1 if shape is None else NUM_CONSUMERS),
-        Given(*(jnp.asarray(x, jnp.int32) for x in given)),
+        tuple(jnp.asarray(x, jnp.int32) for x in given),
         jax.ShapeDtypeStruct(out, jnp.int32),
         shared,
         dtype=jnp.int32,
@@ -220,7 +218,7 @@ def ranges(index: np.ndarray, users: int) -> np.ndarray:
     """[U, 2]: (first candidate, end) of each user, by a CTA of its own."""
 
     def consume(ctx: WarpgroupContext) -> None:
-        found = rows.candidates(ctx.operands.index, ctx.worker, users)
+        found = rows.candidates(ctx.operands[0], ctx.worker, users)
         for i in range(2):
             ctx.outputs[ctx.worker, i] = found[i]
 
