@@ -3,7 +3,7 @@
 Two consumers list a user's candidates, or make a table of all users; a warp finds a user's range.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import emulator
 import jax
@@ -32,42 +32,22 @@ WORDS = LISTED + LISTING_WARPS
 KV_LEN, Q_LEN, ITEM_ROWS = 100, 3, 64
 
 
-class Listing(NamedTuple):
-    """Shared memory of lists."""
-
-    listing: Any
-    listed: Any
-
-
-class Table(NamedTuple):
-    """Shared memory of a table."""
-
-    table: Any
-    tabled: Any
-
-
-class Unused(NamedTuple):
-    unused: Any
-
-
-class Given(NamedTuple):
-    index: Any  # [B] int32
-    # [CTAs, 2]: a user, and the rank of the first candidate of a list; or [U]: lengths of a table
-    numbers: Any
-
-
 def run(consume, given, out, shared, shape=None) -> np.ndarray:
-    """What consumers store in an array of int32 [CTAs, ...], or [...] by one CTA."""
+    """What consumers store in an array of int32 [CTAs, ...], or [...] by one CTA.
 
-    def context(shared: Any, given: Given, outputs: Any) -> WarpgroupContext:
+    `given` are an index [B], and [CTAs, 2]: a user, and the rank of the first candidate of a list;
+    or [U]: lengths of a table.
+    """
+
+    def context(shared: Any, given: Any, outputs: Any) -> WarpgroupContext:
         if shape is None:
             return WarpgroupContext(None, None, shared, given, outputs)
-        operands = Operands(None, None, None, given.index, given.numbers, given.numbers)
+        operands = Operands(None, None, None, *given, given[1])
         return Context(shape, None, shared, operands, outputs)
 
     (found,) = launch(
         Roles(context, None, consume, warpgroups=1 if shape is None else NUM_CONSUMERS),
-        Given(*(jnp.asarray(x, jnp.int32) for x in given)),
+        tuple(jnp.asarray(x, jnp.int32) for x in given),
         jax.ShapeDtypeStruct(out, jnp.int32),
         shared,
         dtype=jnp.int32,
@@ -105,7 +85,8 @@ def listings(index: np.ndarray, users: int, wanted: list[tuple[int, int]], most:
             def _(i: Any) -> None:
                 ctx.outputs[ctx.worker, i] = ctx.shared.listing[i]
 
-    shared = Listing(memory.Words((WORDS,)), memory.Barriers(2, NUM_CONSUMERS))
+    barriers = memory.Barriers(2, NUM_CONSUMERS)
+    shared = memory.shared(listing=memory.Words((WORDS,)), listed=barriers)
     return run(consume, (index, wanted), (len(wanted), WORDS), shared, shape)
 
 
@@ -183,7 +164,7 @@ def filled(index: np.ndarray, lengths: np.ndarray) -> tuple[UserTable, np.ndarra
                 ctx.outputs[table.words + 2 * place + 1] = has_rows.astype(jnp.int32)
 
     barriers = memory.Barriers(NUM_CONSUMERS, NUM_CONSUMERS)
-    shared = Table(memory.Words((table.words,)), barriers)
+    shared = memory.shared(table=memory.Words((table.words,)), tabled=barriers)
     words = run(consume, (index, lengths), (table.words + 2 * places,), shared, shape)
     return table, words[: table.words], words[table.words :].reshape(-1, 2)
 
@@ -237,19 +218,11 @@ def ranges(index: np.ndarray, users: int) -> np.ndarray:
     """[U, 2]: (first candidate, end) of each user, by a CTA of its own."""
 
     def consume(ctx: WarpgroupContext) -> None:
-        found = rows.candidates(ctx.operands.index, ctx.worker, users)
+        found = rows.candidates(ctx.operands[0], ctx.worker, users)
         for i in range(2):
             ctx.outputs[ctx.worker, i] = found[i]
 
-    return run(consume, (index, [0]), (users, 2), Unused(memory.Words((128,))))
-
-
-def sorted_index(batch: int, users: int) -> np.ndarray:
-    """A sorted index with users without candidates, and some out of range at either end."""
-    index = np.sort(np.random.default_rng(batch).integers(0, users - 1, batch))
-    index[index == 2] = 3
-    index[: batch // 9], index[batch - batch // 9 :] = -(2**31), 2**31 - 1
-    return index
+    return run(consume, (index, [0]), (users, 2), memory.shared(unused=memory.Words((128,))))
 
 
 #: Less than a lane each, one round of loads, and a search in two and three rounds.
@@ -258,9 +231,14 @@ RANGED = [1, 31, 32, 33, 100, rows.MOST_COUNTED, rows.MOST_COUNTED + 1, 2000, 16
 
 @pytest.mark.parametrize("batch", RANGED)
 def test_emulated_range_of_every_user(batch: int, sm90: emulator.Emulator) -> None:
-    """Ranges of an unsorted index have every candidate once, too."""
+    """Ranges of an unsorted index have every candidate once, too.
+
+    There are users without candidates, and some out of range at either end.
+    """
     users = 7
-    index = sorted_index(batch, users)
+    index = np.sort(np.random.default_rng(batch).integers(0, users - 1, batch))
+    index[index == 2] = 3
+    index[: batch // 9], index[batch - batch // 9 :] = -(2**31), 2**31 - 1
     with sm90.emulated(0):
         found = ranges(index, users)
         unsorted = ranges(np.random.default_rng(batch).permutation(index), users)

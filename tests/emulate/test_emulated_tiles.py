@@ -187,17 +187,14 @@ def many_of_gradient(*, is_shared: bool) -> Case:
     return Case(cu_q, cu_kv, index, 9100, 9000, (90, 70), 2, has_statistics=True)
 
 
-GRADIENTS = (
-    gradient_tiles.CASES
-    | {"many_parts": dataclasses.replace(many_of_gradient(is_shared=True), parts=2)}
-    | {"many": many_of_gradient(is_shared=False), "many_shared": many_of_gradient(is_shared=True)}
-    | {"twice_as_many_segments_of_a_cta": many_of_gradient(is_shared=True)}
-    | {
-        "several_blocks_of_a_bin": dataclasses.replace(
-            many_of_gradient(is_shared=True), has_statistics=False
-        )
-    }
-)
+MANY_SHARED = many_of_gradient(is_shared=True)
+GRADIENTS = gradient_tiles.CASES | {
+    "many": many_of_gradient(is_shared=False),
+    "many_shared": MANY_SHARED,
+    "many_parts": dataclasses.replace(MANY_SHARED, parts=2),
+    "twice_as_many_segments_of_a_cta": MANY_SHARED,
+    "several_blocks_of_a_bin": dataclasses.replace(MANY_SHARED, has_statistics=False),
+}
 
 
 @pytest.mark.parametrize("name", GRADIENTS)

@@ -76,31 +76,20 @@ def double(source: Any, target: Any, shared: Any, _: Any, *, fence: Any, wait: b
         plgpu.wait_smem_to_gmem(0)
 
 
-def barrier_only() -> None:
-    mosaic.named_barrier("sync", jnp.int32(4), WARPGROUP_SIZE)
-
-
 def test_store_by_tma_of_what_threads_wrote(sm90: emulator.Emulator) -> None:
     body = functools.partial(double, fence=plgpu.commit_smem, wait=True)
     np.testing.assert_array_equal(run(sm90, body, numbers()), 2 * numbers())
 
 
 def test_missing_proxy_fence_is_found(sm90: emulator.Emulator) -> None:
-    body = functools.partial(double, fence=barrier_only, wait=True)
+    barrier = lambda: mosaic.named_barrier("sync", jnp.int32(4), WARPGROUP_SIZE)  # noqa: E731
+    body = functools.partial(double, fence=barrier, wait=True)
     assert np.isnan(run(sm90, body, numbers())).all()
 
 
 def test_missing_barrier_of_a_warpgroup_is_found(sm90: emulator.Emulator) -> None:
     """One thread issues the copy, while other warps may not have written yet."""
-
-    def fence() -> None:
-        @plgpu.inline_mgpu()
-        def only_fence(_: Any) -> None:
-            mgpu.utils.inline_ptx("fence.proxy.async.shared::cta;", has_side_effects=True)
-
-        only_fence()
-
-    body = functools.partial(double, fence=fence, wait=True)
+    body = functools.partial(double, fence=mosaic.fence_accesses, wait=True)
     assert any(np.isnan(run(sm90, body, numbers(), seed)).any() for seed in range(4))
 
 

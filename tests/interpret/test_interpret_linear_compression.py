@@ -2,7 +2,7 @@
 
 The interpreter runs one cluster after another, the CTAs of a cluster side by side, and has no
 device-wide semaphores: so a single launch is one CTA, or one cluster with counters of its own
-(`counters_of_a_cluster`).  Memory starts as NaN, reads outside of an array raise.
+(`count_by_barrier`).  Memory starts as NaN, reads outside of an array raise.
 """
 
 import dataclasses
@@ -122,14 +122,9 @@ def assert_right(case, launches, count) -> None:
     launches.assert_no_races(count)
 
 
-def case_of_neighbours(config: Any) -> Case:
-    """Neighbours in a tile are other candidates, with other users."""
-    return Case((3, 4), (70, 40), 13, 32, config, index=(2, 1, 0, 1))
-
-
 def assert_non_finite_rows_stay(case, launches, count, column=19) -> tuple[Levels, np.ndarray]:
-    """Of sizes and an index as `case_of_neighbours` has them, a candidate's NaN in `column`, a
-    user's NaN and another's infinity in the next ones reach their own results alone.
+    """Of three users and four candidates (2, 1, 0, 1), a candidate's NaN in `column`, a user's NaN
+    and another's infinity in the next ones reach their own results alone.
 
     Returns what was multiplied, and the result.
     """
@@ -219,9 +214,10 @@ def count_by_barrier(monkeypatch: pytest.MonkeyPatch, barrier: Any, arrivals: in
     monkeypatch.setattr(mosaic, "wait", wait)
 
 
-@pytest.fixture
-def counters_of_a_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A launch of one cluster: a CTA takes every other tile, and awaits users of the other CTA."""
+def test_interpreted_single_launch_of_a_cluster_waits_for_users_of_its_other_cta(
+    launches: interpreter.Launches, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A CTA takes every other tile, and awaits users of the other CTA."""
     arrivals = PAIR.batches[0] * NUM_CONSUMERS  # each user is one tile
     barrier = plgpu.ClusterBarrier(collective_axes=("cluster",), num_arrivals=arrivals // 2)
     count_by_barrier(monkeypatch, barrier, arrivals)
@@ -230,17 +226,12 @@ def counters_of_a_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
         return 2 * i + jax.lax.axis_index("cluster")
 
     monkeypatch.setattr(mosaic, "next_ticket", ticket)
-
-
-@pytest.mark.usefixtures("counters_of_a_cluster")
-def test_interpreted_single_launch_of_a_cluster_waits_for_users_of_its_other_cta(launches) -> None:
     with mosaic.interpreted(IN_CLUSTER):
         assert_right(PAIR, launches, 1)
 
 
-@pytest.fixture
-def stored_rows(monkeypatch: pytest.MonkeyPatch) -> set[int]:
-    """Rows of the batch that TMA stores.
+def test_interpreted_cluster_stores_no_row_past_an_odd_batch(launches, monkeypatch) -> None:
+    """Neither of the users' results nor of the output.
 
     The interpreter drops rows past the batch.  The device does not in a batch of one: Mosaic GPU
     leaves axes of size one out of TMA's descriptors, so every row is the first.
@@ -254,16 +245,11 @@ def stored_rows(monkeypatch: pytest.MonkeyPatch) -> set[int]:
         return copy(**kwargs)
 
     monkeypatch.setattr(gpu_callbacks, "copy_smem_to_gmem", noted)
-    return rows
-
-
-def test_interpreted_cluster_stores_no_row_past_an_odd_batch(launches, stored_rows) -> None:
-    """Neither of the users' results nor of the output."""
     config = dataclasses.replace(PAIR.config, single_launch=False)
     case = dataclasses.replace(PAIR, batches=(1, 1), index=(0,), config=config)
     with mosaic.interpreted(IN_CLUSTER):
         assert_right(case, launches, 2)
-    assert stored_rows == {0}
+    assert rows == {0}
 
 
 # The checks themselves: each of them must be able to fail.

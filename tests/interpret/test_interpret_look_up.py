@@ -1,6 +1,7 @@
 """The kernels of lookups and segment sums, interpreted on a CPU under a race detector."""
 
 import functools
+from typing import Any
 
 import interpreter
 import jax
@@ -32,27 +33,36 @@ CASES = {
 }
 
 
+def check_sums(case: Any, rtol: float, atol: float) -> None:
+    """Runs a case, interpreted or emulated."""
+    *sizes, config = case
+    _, users, _, _, is_sorted, *_ = sizes
+    values, index = draw(*sizes)
+    kernel = functools.partial(segment_sum_kernel, users=users, config=config, is_sorted=is_sorted)
+    found = jax.block_until_ready(jax.jit(kernel)(values, index))
+    assert_sums(found, values, index, rtol, atol)
+
+
+def check_lookups(users: int, batch: int, width: int, dtype: str, config: LookUpConfig) -> None:
+    rng = np.random.default_rng(0)
+    user = jnp.asarray(rng.normal(size=(users, width)), dtype)
+    index = jnp.asarray(rng.integers(-1, users + 1, batch), jnp.int32)
+    kernel = functools.partial(look_up_kernel, config=config)
+    found = jax.block_until_ready(jax.jit(kernel)(user, index))
+    np.testing.assert_array_equal(found, user[jnp.clip(index, 0, users - 1)])
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_interpreted_sums(
     name: str, launches: interpreter.Launches, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    *sizes, config = CASES[name]
     if is_split := name == "long_in_shares":
         monkeypatch.setattr(sums, "STREAMED_BYTES", 0)
-    _, users, _, dtype, is_sorted, *_ = sizes
-    values, index = draw(*sizes)
-    kernel = functools.partial(segment_sum_kernel, users=users, config=config, is_sorted=is_sorted)
-    found = jax.block_until_ready(jax.jit(kernel)(values, index))
+    unit = float(jnp.finfo(CASES[name][3]).eps)
+    check_sums(CASES[name], unit, unit)
     launches.assert_no_races(1 + is_split)
-    unit = float(jnp.finfo(dtype).eps)
-    assert_sums(found, values, index, unit, unit)
 
 
 def test_interpreted_lookups(launches: interpreter.Launches) -> None:
-    rng = np.random.default_rng(0)
-    user = jnp.asarray(rng.normal(size=(3, 6)), jnp.bfloat16)
-    index = jnp.asarray(rng.integers(-1, 4, 5), jnp.int32)
-    kernel = functools.partial(look_up_kernel, config=LookUpConfig(1))
-    found = jax.block_until_ready(jax.jit(kernel)(user, index))
+    check_lookups(3, 5, 6, "bfloat16", LookUpConfig(1))
     launches.assert_no_races(1)
-    np.testing.assert_array_equal(found, user[jnp.clip(index, 0, 2)])

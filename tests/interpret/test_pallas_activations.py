@@ -64,13 +64,6 @@ def test_nan_stays_and_infinity_is_no_finite_value(approx: str | None, name: str
 ATOL = 4e-6
 
 
-def result(spec: gdpa_weights.ActivationSpec, head: int, scores: np.ndarray) -> np.ndarray:
-    """act(scale * scores) as the result of products with ones."""
-    weights = gdpa_weights.compute_weights(spec, jnp.int32(head), jnp.asarray(scores))
-    weights = gdpa_weights.round_weights(weights, jnp.float32).astype(jnp.float32)
-    return np.asarray(gdpa_weights.scale_result(spec, jnp.int32(head), weights))
-
-
 def test_pairs_of_scores_become_weights_only_where_they_can() -> None:
     def is_packed(names: tuple[str, ...], scale: float = 0.3, has_f32_range: bool = True) -> bool:
         return gdpa_weights.ActivationSpec(names, "tanh_bf16", scale, 1.0, has_f32_range).is_packed
@@ -91,14 +84,6 @@ def test_narrow_weights_are_activated_scores() -> None:
 # Slopes of raw scores.
 
 
-def gradients(spec, head, scores, d_weights) -> tuple[np.ndarray, np.ndarray]:
-    """(act(scale * scores), d_weights * act'(scale * scores)) as sums over one row make them."""
-    weights, slope = gdpa_slopes.weights_and_slopes(spec, jnp.int32(head), jnp.asarray(scores))
-    by_weight, by_slope = gdpa_slopes.constants(spec)
-    d_scores = gdpa_slopes.d_scores(spec, jnp.asarray(d_weights), slope)
-    return np.asarray(weights) * by_weight, np.asarray(d_scores) * by_slope
-
-
 @pytest.mark.parametrize(
     ("scale", "has_f32_range", "logit_cap"),
     [
@@ -117,20 +102,28 @@ def test_weights_and_slopes_times_their_factors_are_activated_scores_and_gradien
         bounds = 2e-5, 2e-5, 1e-4, 1e-4
     rtol, atol, slope_rtol, slope_atol = bounds
     d_weights = np.linspace(-2, 2, scores.size, dtype=np.float32)
+    head, arrays = jnp.int32(0), (jnp.asarray(scores), jnp.asarray(d_weights))
     for approx, name in PAIRS:
         settings = Settings((name,), approx, scale, logit_cap=logit_cap)
         dtype = jnp.dtype("bfloat16" if has_f32_range else "float16")
         spec = gdpa_weights.ActivationSpec.of(settings, dtype)
         expected = reference.elementwise(name, approx)
-        value, alone = expected.value(argument), result(spec, 0, scores)
+        value = expected.value(argument)
+        # The result of products with ones.
+        weights = gdpa_weights.compute_weights(spec, head, arrays[0])
+        weights = gdpa_weights.round_weights(weights, jnp.float32).astype(jnp.float32)
+        alone = np.asarray(gdpa_weights.scale_result(spec, head, weights))
         close = functools.partial(np.testing.assert_allclose, err_msg=f"{name} {approx}")
         if spec.is_packed and logit_cap is None:
             assert np.all(np.abs(alone - value) <= 2.0**-6 * np.abs(scale * scores)), name
         else:
             packed_atol = 2.0**-6 * np.max(np.abs(argument)) * spec.is_packed
             close(alone, value, rtol=rtol, atol=atol + packed_atol)
-        with_slope, d_scores = gradients(spec, 0, scores, d_weights)
-        close(with_slope, value, rtol=rtol, atol=atol)
+        # As sums over one row make them.
+        weights, found_slope = gdpa_slopes.weights_and_slopes(spec, head, arrays[0])
+        by_weight, by_slope = gdpa_slopes.constants(spec)
+        close(np.asarray(weights) * by_weight, value, rtol=rtol, atol=atol)
+        d_scores = np.asarray(gdpa_slopes.d_scores(spec, arrays[1], found_slope)) * by_slope
         wanted = d_weights * expected.slope(argument) * slope
         close(d_scores, wanted, rtol=slope_rtol, atol=slope_atol)
 
