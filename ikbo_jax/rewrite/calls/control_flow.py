@@ -55,9 +55,7 @@ def checkpoint(ctx: Context, eqn: Any, *operands: Any) -> Any:
 
     if isinstance(eqn.params["prevent_cse"], tuple) and len(set(eqn.params["prevent_cse"])) > 1:
         return inline()
-    indices = [sharing.is_index(v.aval) for v in eqn.invars]
-    fixed = list(map(sharing.is_fixed, values, indices))
-    return sharing.call(ctx, eqn, values, fixed, inline)
+    return sharing.call(ctx, eqn, values, inline)
 
 
 def _checkpointed(ctx: Context, eqn: Any, operands: Sequence[Any]) -> list[Any]:
@@ -171,23 +169,20 @@ def _packed_slice(x: Any, slices: Iterator[Any]) -> Any:
     array = next(slices)
     if is_plain(x):
         return array
-    axis = x.axis - 1 if x.lineage else -1
-    return lazy(array, x.shape[1:], x.lineage, axis, x.origins)
+    return lazy(array, x.shape[1:], x.lineage, x.axis - 1, x.origins)
 
 
 def _packed_stacks(
     values: Sequence[Any], stacks: Sequence[Any], length: int, origins: Any
 ) -> list[Any]:
     """Stacks the results of all iterations; `origins` maps what they stem from in the body."""
-    out = []
-    for value, stack in zip(values, stacks, strict=True):
-        if is_plain(value):
-            out.append(stack)
-        else:
-            axis = value.axis + 1 if value.lineage else -1
-            shape = (length, *value.shape)
-            out.append(lazy(stack, shape, value.lineage, axis, origins(value.origins)))
-    return out
+
+    def one(x: Any, stack: Any) -> Any:
+        if is_plain(x):
+            return stack
+        return lazy(stack, (length, *x.shape), x.lineage, x.axis + 1, origins(x.origins))
+
+    return list(map(one, values, stacks))
 
 
 def while_(ctx: Context, eqn: Any, *operands: Any) -> Any:

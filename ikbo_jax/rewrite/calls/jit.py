@@ -23,30 +23,19 @@ from ikbo_jax.rewrite.values.registry import NotCovered
 _SMALL = 4
 
 
-def _kind_of(ctx: Context, eqn: Any) -> tuple[bool, bool, list[bool]]:
-    """Returns what does not depend on a call's operands, once per program and shardings.
-
-    Returns:
-      Whether the call is interpreted inline even on arrays, whether it specifies shardings, and
-      whether each operand may be an index or a mask.
-    """
+def jit(ctx: Context, eqn: Any, *operands: Any) -> Any:
+    """Rewrites a jitted function, at this call or once for all calls."""
     params = eqn.params
     jaxpr, shardings = params["jaxpr"], (params["in_shardings"], params["out_shardings"])
 
-    def find_out() -> tuple[bool, bool, list[bool]]:
+    def kind() -> tuple[bool, bool]:
         small = len(jaxpr.eqns) <= _SMALL or on_integers(eqn)
         names = {type(x).__name__ for xs in shardings for x in xs}
-        indices = [sharing.is_index(v.aval) for v in eqn.invars]
-        return small, bool(names - {"UnspecifiedValue"}), indices
+        return small, bool(names - {"UnspecifiedValue"})
 
+    # Neither depends on the operands.
     key = (id(jaxpr), *map(id, shardings))
-    found: tuple[bool, bool, list[bool]] = ctx.programs.once(key, find_out, (jaxpr, shardings))
-    return found
-
-
-def jit(ctx: Context, eqn: Any, *operands: Any) -> Any:
-    """Rewrites a jitted function, at this call or once for all calls."""
-    jaxpr, (is_small, is_sharded, indices) = eqn.params["jaxpr"], _kind_of(ctx, eqn)
+    is_small, is_sharded = ctx.programs.once(key, kind, (jaxpr, shardings))
     if not is_small and all(map(is_plain, operands)) and ctx.programs.is_plain(jaxpr):
         return ctx.bind(eqn, *operands)
     if is_sharded:
@@ -57,8 +46,7 @@ def jit(ctx: Context, eqn: Any, *operands: Any) -> Any:
 
     if is_small:
         return inline()
-    fixed = list(map(sharing.is_fixed, operands, indices))
-    return sharing.call(ctx, eqn, operands, fixed, inline)
+    return sharing.call(ctx, eqn, operands, inline)
 
 
 def _sharded(ctx: Context, eqn: Any, operands: Sequence[Any]) -> list[Any]:

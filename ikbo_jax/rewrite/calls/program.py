@@ -177,7 +177,7 @@ class _Original:
     def differentiated(self, inputs: Sequence[Any]) -> Any:
         """Returns the variant for derivatives; the original if the rewriting raises."""
         try:
-            return self.rewritten(inputs, Recorder(muted=1), differentiated=True)
+            return self.rewritten(inputs, Recorder(muted=True), differentiated=True)
         except unread.RowsAreRead:
             return dataclasses.replace(self, leaves_unread=False).differentiated(inputs)
         except ImportError:
@@ -306,7 +306,7 @@ def _interpreted(original: _Original, inputs: list[Any]) -> tuple[_Original, Rec
         program = original.rewritten(inputs, recorder, differentiated=False)
         if recorder.gradient_differs and program.effects:
             # The primitive with two variants refuses effects.
-            program = original.rewritten(inputs, Recorder(muted=1), differentiated=True)
+            program = original.rewritten(inputs, Recorder(muted=True), differentiated=True)
             recorder.gradient_differs = False
         if recorder.changed:
             recorder.programs = tuple(map(with_constants_last, (original.jaxpr, program)))

@@ -1,25 +1,29 @@
 """The events that a rewritten program adds to the report at each of its calls."""
 
 import contextlib
+import dataclasses
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
-from ikbo_jax.rewrite.report.recorder import Broadcast, Recorder
+from ikbo_jax.rewrite.report.recorder import Broadcast, Recorder, temporarily
 from ikbo_jax.rewrite.report.report import UNKNOWN
 
 
+@dataclasses.dataclass(eq=False)
 class _Call:
-    """Holds a call of the program, for which the events are replayed."""
+    """Holds a call of the program, for which the events are replayed.
 
-    def __init__(
-        self, recorder: Recorder, equation: Any, origins: dict[Any, frozenset], materialise: Any
-    ) -> None:
-        self.recorder = recorder
-        self.equation = equation
-        self.materialise = materialise
-        # By stand-in of the program, this call's broadcasts.
-        self.replaced = dict(origins)
+    Attributes:
+      replaced: by stand-in of the program, this call's broadcasts.
+    """
+
+    recorder: Recorder
+    equation: Any
+    replaced: dict[Any, frozenset]
+    materialise: Any
+
+    def __post_init__(self) -> None:
         self._origins_of: dict[frozenset, frozenset] = {}
 
     def place(self, line: str | None) -> Any:
@@ -76,13 +80,8 @@ class Log(Recorder):
             self._events.append(event)
         return stand_in
 
-    @contextlib.contextmanager
-    def only_once(self, key: Any) -> Iterator[None]:
-        outer, self._key = self._key, key
-        try:
-            yield
-        finally:
-            self._key = outer
+    def only_once(self, key: Any) -> contextlib.AbstractContextManager[None]:
+        return temporarily(self, "_key", key)
 
     def confirmed(self, origins: frozenset) -> None:
         self._events.append(lambda call: call.recorder.confirmed(call.origins(origins)))
@@ -124,7 +123,7 @@ class Log(Recorder):
 
         `materialise(operand, place, reason, copied)` materialises an operand.
         """
-        call = _Call(recorder, equation, origins, materialise)
+        call = _Call(recorder, equation, dict(origins), materialise)
         for event in self._events:
             event(call)
         return call

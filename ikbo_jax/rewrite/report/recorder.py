@@ -21,27 +21,41 @@ from ikbo_jax.rewrite.values import jaxprs, lineage, staged
 from ikbo_jax.rewrite.values.equations import LOOKUPS, is_lookup
 
 
+@dataclasses.dataclass(eq=False)
 class Broadcast:
-    """Collects a `FoundBroadcast` that is still being recorded."""
+    """Collects a `FoundBroadcast` that is still being recorded.
 
-    def __init__(self, line: str, what: str, certain: bool) -> None:
-        self.line = line
-        self.what = what
-        # Whether the report lists it. A lookup by an index is always listed. A broadcast dimension
-        # of size 1, which every bias has, is listed only if it saved a product.
-        self.certain = certain
-        # In the order in which the texts were recorded.
-        self.became: dict[str, None] = {}
-        self.kept: dict[str, None] = {}
+    Attributes:
+      certain: whether the report lists it. A lookup by an index is always listed. A broadcast
+        dimension of size 1, which every bias has, is listed only if it saved a product.
+      became, kept: the texts, in the order in which they were recorded.
+    """
+
+    line: str
+    what: str
+    certain: bool
+    became: dict[str, None] = dataclasses.field(default_factory=dict)
+    kept: dict[str, None] = dataclasses.field(default_factory=dict)
 
     def freeze(self) -> FoundBroadcast:
         return FoundBroadcast(self.line, self.what, tuple(self.became), tuple(self.kept))
 
 
+@contextlib.contextmanager
+def temporarily(of: Any, name: str, value: Any) -> Iterator[None]:
+    """Opens a context in which an attribute has another value."""
+    outer = getattr(of, name)
+    setattr(of, name, value)
+    try:
+        yield
+    finally:
+        setattr(of, name, outer)
+
+
 class Recorder:
     """Collects the report of one rewrite."""
 
-    def __init__(self, muted: int = 0) -> None:
+    def __init__(self, *, muted: bool = False) -> None:
         self.broadcasts: list[Broadcast] = []
         self.materialised: list[Materialisation] = []
         self.changed = False
@@ -54,7 +68,7 @@ class Recorder:
         # The equations that call the program being interpreted, outermost first. If an equation was
         # traced inside a jitted library function, its line may be unknown; then the line of the
         # innermost call with a line is used.
-        self.calls: list[Any] = []
+        self.calls: tuple[Any, ...] = ()
         # Broadcasts that several calls have in common.
         self._once: dict[Any, Broadcast] = {}
         # Why the original runs although broadcasts were found.
@@ -96,26 +110,16 @@ class Recorder:
             lookup = self._lookups[id(eqn)]
             self._lookups[id(eqn)] = dataclasses.replace(lookup, outcome=outcome, reason=reason)
 
-    @contextlib.contextmanager
-    def inside(self, eqn: Any) -> Iterator[None]:
+    def inside(self, eqn: Any) -> contextlib.AbstractContextManager[None]:
         """Opens a context for the interpretation of the program that an equation calls."""
-        self.calls.append(eqn)
-        try:
-            yield
-        finally:
-            self.calls.pop()
+        return temporarily(self, "calls", (*self.calls, eqn))
 
-    @contextlib.contextmanager
-    def because(self, reason: str) -> Iterator[None]:
+    def because(self, reason: str) -> contextlib.AbstractContextManager[None]:
         """Opens a context that sets the reason of all values materialised in it.
 
         The outermost reason counts.
         """
-        outer, self.reason = self.reason, self.reason or reason
-        try:
-            yield
-        finally:
-            self.reason = outer
+        return temporarily(self, "reason", self.reason or reason)
 
     def line(self, eqn: Any) -> str:
         """Returns the model's line that an equation stems from; a string unchanged."""
@@ -139,13 +143,12 @@ class Recorder:
             self._once[key] = broadcast
         return broadcast
 
-    @contextlib.contextmanager
-    def only_once(self, key: Any) -> Iterator[None]:
+    def only_once(self, key: Any) -> contextlib.AbstractContextManager[None]:
         """Opens a context for an equation that several calls of a program would repeat.
 
         `key` is equal for equal equations. This recorder ignores it, since it has no calls.
         """
-        yield
+        return contextlib.nullcontext()
 
     def confirmed(self, origins: frozenset) -> None:
         """Records that broadcasts are lookups, so that the report lists them."""
@@ -193,9 +196,9 @@ class Recorder:
         lookups = tuple(self._lookups.values())
         if not changed:
             why = self.refusal or "nothing is gained by it"
+            kept = {"outcome": "kept", "reason": why}
             lookups = tuple(
-                dataclasses.replace(x, outcome="kept", reason=why) if x.outcome == "removed" else x
-                for x in lookups
+                dataclasses.replace(x, **kept) if x.outcome == "removed" else x for x in lookups
             )
         return RewriteReport(
             changed,

@@ -59,15 +59,16 @@ def concatenated(ctx: Context, eqn: Any, operands: Any, axis: int, shape: tuple[
     one_lineage = value_lineage is not None and not differ
     if one_lineage and not any(carries(x, user_axis) for x in parts):
         base, origins = concatenated_bases(parts, axis), origins_of(*parts)
-        return at_user_batch(ctx, eqn, base, shape, value_lineage, user_axis, origins)
+        return at_user_batch(ctx, eqn, base, value_lineage, user_axis, origins, shape)
     return Concat(tuple(_joined_neighbours(parts, axis)), axis)
 
 
 def repeated(ctx: Context, eqn: Any, x: Any, shape: tuple[int, ...], verb: str) -> Any:
     """Repeats the one element of an axis that looks nothing up; the base stays."""
     found = ctx.recorder.found(eqn, f"{lineage.text(x)} {verb} -> {lineage.text(x, shape)}", False)
-    kept = (x.lineage, x.axis) if has_lineage(x) else (None, -1)
-    return lazy(base_of(x), shape, kept[0], kept[1], origins_of(x) | {found})
+    if is_plain(x):
+        return lazy(x, shape, None, -1, frozenset({found}))
+    return lazy(x.base, shape, x.lineage, x.axis, x.origins | {found})
 
 
 def _concat_of_concats(

@@ -46,12 +46,16 @@ ELEMENTWISE = """
 
 
 def at_user_batch(
-    ctx: Context, eqn: Any, base: Any, shape: Any, value_lineage: Any, axis: Any, origins: Any
+    ctx: Context, eqn: Any, base: Any, users: Any, axis: int, origins: Any, shape: Any = None
 ) -> Any:
-    """Returns a result computed at the smaller batch as a value; records the saved work."""
-    if value_lineage is not None:
+    """Returns a result computed at the smaller batch as a value; records the saved work.
+
+    `users` is its lineage, or None; its shape is the equation's unless it is a part of the result.
+    """
+    if users is not None:
         ctx.recorder.saved(eqn, origins, "work at the smaller batch", False)
-    return lazy(base, tuple(shape), value_lineage, axis, origins)
+    shape = eqn.outvars[0].aval.shape if shape is None else shape
+    return lazy(base, shape, users, axis, origins)
 
 
 def common_lineage(operands: Any) -> tuple[Lineage | None, int, bool]:
@@ -127,7 +131,7 @@ def elementwise_to(ctx: Context, eqn: Any, shape: tuple[int, ...], operands: Any
         # One user, broadcast by a sum with zeros or by a product with ones.
         what = f"{lineage.text(base)} broadcast -> {lineage.text(base, shape)}"
         origins = frozenset({ctx.recorder.found(eqn, what, False)})
-    return at_user_batch(ctx, eqn, base, shape, value_lineage, axis, origins)
+    return at_user_batch(ctx, eqn, base, value_lineage, axis, origins, shape)
 
 
 def _of_one_lineage(operands: list[Any]) -> tuple[list[Any], tuple[Lineage | None, int, bool]]:
@@ -176,7 +180,8 @@ def _of_one_batch(ctx: Context, eqn: Any, shape: tuple[int, ...], operands: Any)
         return None
     bases = [x.base if type(x) is Lazy else x for x in operands]
     base = ctx.bind(eqn, *common_shape(eqn, bases))
-    return at_user_batch(ctx, eqn, base, shape, first.lineage, first.axis, origins_of(*operands))
+    origins = origins_of(*operands)
+    return at_user_batch(ctx, eqn, base, first.lineage, first.axis, origins, shape)
 
 
 #: Constant arrays of at most this size are searched for equal numbers.
@@ -316,8 +321,8 @@ def reduction(ctx: Context, eqn: Any, x: Any) -> Any:
     x = spread_axes(x, axes)
     base = ctx.bind(eqn, x.base)
     shape = tuple(n for d, n in enumerate(x.shape) if d not in axes)
-    axis = x.axis - sum(a < x.axis for a in axes) if x.lineage else -1
-    return at_user_batch(ctx, eqn, base, shape, x.lineage, axis, x.origins)
+    axis = x.axis - sum(a < x.axis for a in axes)
+    return at_user_batch(ctx, eqn, base, x.lineage, axis, x.origins, shape)
 
 
 _COMBINED = {

@@ -57,10 +57,9 @@ def gather(ctx: Context, eqn: Any, operand: Any, indices: Any, axis: int | None 
         _indices_at_users(parts, mapped, axis, dim, users),
         **_OF_USERS,
     )
-    shape = tuple(eqn.outvars[0].aval.shape)
-    out_axis = [d for d in range(len(shape)) if d not in numbers.offset_dims][dim]
-    origins = lineage.origins_of(operand, *parts)
-    return at_user_batch(ctx, eqn, base, shape, users, out_axis, origins)
+    rank = len(eqn.outvars[0].aval.shape)
+    out_axis = [d for d in range(rank) if d not in numbers.offset_dims][dim]
+    return at_user_batch(ctx, eqn, base, users, out_axis, lineage.origins_of(operand, *parts))
 
 
 def gather_of_candidates(ctx: Context, eqn: Any, operand: Lazy, indices: Any) -> Any:
@@ -184,8 +183,7 @@ def scatter(ctx: Context, eqn: Any, x: Any, indices: Any, updates: Any) -> Any:
         lineage.rows_of(updates, update_axis, users.users),
         **_OF_USERS,
     )
-    shape = tuple(eqn.outvars[0].aval.shape)
-    return at_user_batch(ctx, eqn, base, shape, users, axis, lineage.origins_of(x, updates, *parts))
+    return at_user_batch(ctx, eqn, base, users, axis, lineage.origins_of(x, updates, *parts))
 
 
 def _lineage_of(parts: list[Any]) -> tuple[Lineage, int]:

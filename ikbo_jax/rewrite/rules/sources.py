@@ -257,7 +257,7 @@ def _gather_by_lazy_indices(
     base = ctx.bind(eqn, operand, index, **unknown)
     batch_dims = [d for d in range(len(shape)) if d not in numbers.offset_dims]
     axis = batch_dims[indices.axis] if lineage.has_lineage(indices) else -1
-    return at_user_batch(ctx, eqn, base, shape, indices.lineage, axis, indices.origins)
+    return at_user_batch(ctx, eqn, base, indices.lineage, axis, indices.origins, shape)
 
 
 def _gather_of_features(ctx: Context, eqn: Any, operand: Lazy, indices: Any) -> Any:
@@ -272,8 +272,7 @@ def _gather_of_features(ctx: Context, eqn: Any, operand: Lazy, indices: Any) -> 
     removed = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
     kept = [d for d in range(len(operand.shape)) if d not in removed]
     out_axis = numbers.offset_dims[kept.index(axis)]
-    shape = eqn.outvars[0].aval.shape
-    return at_user_batch(ctx, eqn, base, shape, operand.lineage, out_axis, operand.origins)
+    return at_user_batch(ctx, eqn, base, operand.lineage, out_axis, operand.origins)
 
 
 def broadcast_in_dim(ctx: Context, eqn: Any, operand: Any, *dynamic: Any) -> Any:
@@ -321,7 +320,7 @@ def _concat_broadcast(ctx: Context, eqn: Any, operand: Any, shape: Any, dims: An
             # Whether a mask is equal for all heads or queries is seen in its base.
             parts.append(lineage.lazy(base, tuple(part_shape), None, -1, frozenset()))
             continue
-        part_axis = dims[part.axis] if part.lineage else -1
+        part_axis = dims[part.axis]
         parts.append(lineage.lazy(base, tuple(part_shape), part.lineage, part_axis, part.origins))
     return Concat(tuple(parts), axis)
 
