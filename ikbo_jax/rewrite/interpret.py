@@ -325,3 +325,16 @@ def _cse_key(eqn: core.JaxprEqn, operands: list[Any]) -> Any:
 
 #: The shape that the program sees; () for a literal.
 shape_of = staged.shape_of
+
+
+def at_shapes(eqn: Any, operands: Sequence[Any], shapes: Sequence[Any], **params: Any) -> Any:
+    """Returns an equation on these operands whose results have these shapes."""
+
+    def at(v: Any, shape: tuple[Any, ...]) -> Any:
+        return v if v.aval.shape == shape else core.Var(v.aval.update(shape=shape))
+
+    return eqn.replace(
+        invars=list(map(at, eqn.invars, map(shape_of, operands))),
+        outvars=list(map(at, eqn.outvars, shapes)),
+        params={**eqn.params, **params},
+    )

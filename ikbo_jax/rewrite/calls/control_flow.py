@@ -239,10 +239,10 @@ def cond(ctx: Context, eqn: Any, index: Any, *operands: Any) -> Any:
         inner = ctx.inner()
         return inner, exported(inner, inner.run_closed(branch, operands, eqn), ctx)
 
-    def forms_of(branch: Any) -> list[Any]:
-        return list(map(form, results(branch)[1]))
-
-    forms = [loops.trial(ctx, functools.partial(forms_of, branch)) for branch in branches]
+    forms = [
+        loops.trial(ctx, lambda branch=branch: list(map(form, results(branch)[1])))
+        for branch in branches
+    ]
     agree = [all(form == column[0] for form in column) for column in zip(*forms, strict=True)]
     packs: list[Any] = []
 

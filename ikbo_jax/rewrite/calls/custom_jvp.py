@@ -46,8 +46,13 @@ def custom_jvp(ctx: Context, eqn: Any, *operands: Any) -> Any:
         results = ctx.inner().run_closed(params["call_jaxpr"], operands, eqn)
     if not all(isinstance(value, (Lazy, Concat, Reshaped)) for value in results):
         raise NotCovered("custom_jvp of a function that mixes rows")
-    must_be_proven = ctx.derivatives < any_shape.PROVEN_DERIVATIVES
-    rule = _proven_rule(ctx, eqn, operands, results) if must_be_proven else None
+    must_be_proven, rule = ctx.derivatives < any_shape.PROVEN_DERIVATIVES, None
+    if must_be_proven:
+        # Calls of one function on values of the same forms share the rule.
+        forms, avals = (*map(form, operands), *map(form, results)), [v.aval for v in eqn.invars]
+        key = (*forms, ctx.derivatives, *avals, *(v.aval for v in eqn.outvars))
+        prove = functools.partial(_jvp_rule, ctx, eqn, operands, results)
+        rule = _once(ctx, eqn, key, prove)
     if must_be_proven and rule is None:
         reason = "custom_jvp whose derivative does not work row by row"
         if ctx.differentiated:
@@ -73,24 +78,16 @@ def custom_jvp(ctx: Context, eqn: Any, *operands: Any) -> Any:
 
 def _is_elementwise(ctx: Context, eqn: Any) -> bool:
     """Whether a function has one result, and it and its derivatives are elementwise."""
-    rule = any_shape.rule_identity(eqn.params["jvp_jaxpr_fun"])
     if len(eqn.outvars) != 1 or eqn.params["symbolic_zeros"]:
         return False
     prove = functools.partial(any_shape.is_elementwise_jvp, eqn)
-    key = rule, eqn.invars[0].aval
-    return bool(prove() if rule is None else ctx.programs.once(key, prove))
+    return bool(_once(ctx, eqn, (eqn.invars[0].aval,), prove))
 
 
-def _proven_rule(
-    ctx: Context, eqn: Any, operands: Sequence[Any], results: Sequence[Any]
-) -> core.Jaxpr | None:
-    """Returns `_jvp_rule` of a call; calls of one function on values of the same forms share it."""
+def _once(ctx: Context, eqn: Any, key: Any, prove: Callable[[], Any]) -> Any:
+    """Returns what `prove` returns, once for all calls with the same JVP rule and this key."""
     rule = any_shape.rule_identity(eqn.params["jvp_jaxpr_fun"])
-    prove = functools.partial(_jvp_rule, ctx, eqn, operands, results)
-    forms = tuple(map(form, operands)), tuple(map(form, results))
-    key = (rule, *forms, ctx.derivatives, tuple(v.aval for v in (*eqn.invars, *eqn.outvars)))
-    found: core.Jaxpr | None = prove() if rule is None else ctx.programs.once(key, prove)
-    return found
+    return prove() if rule is None else ctx.programs.once((rule, *key), prove)
 
 
 def _jvp_rule(

@@ -47,25 +47,25 @@ def scan(
     `lax.scan` takes 1,700 calls of functions besides tracing the body, mostly to name arguments and
     to describe errors. This takes 300 if the body returns the types that it is given.
     """
-    length, program = eqn.params["length"], None
+    length, count, program = eqn.params["length"], len(init), None
     avals = list(map(jax.typeof, (*init, *xs)))
     if isinstance(length, int) and not jax.config.jax_disable_jit and all(map(is_local, avals)):
-        slices = [core.mapped_aval(length, 0, aval) for aval in avals[len(init) :]]
-        program = trace(lambda *x: _flat(body, x, len(init)), [*avals[: len(init)], *slices])
-    if program is None or not _keeps_types(program, len(init)):
+        slices = [core.mapped_aval(length, 0, aval) for aval in avals[count:]]
+
+        def flat(*arrays: Any) -> list[Any]:
+            carry, ys = body(list(arrays[:count]), list(arrays[count:]))
+            return [*carry, *ys]
+
+        program = trace(flat, [*avals[:count], *slices])
+    if program is None or not _keeps_types(program, count):
         fixed = {key: eqn.params[key] for key in ("length", "reverse", "unroll")}
         out, ys = lax.scan(ending_its_trace(body), init, xs, **fixed)
         return out, ys
-    consts, count = program.consts, len(init)
+    consts = program.consts
     closed = program.replace(constvars=[], invars=[*program.constvars, *program.invars])
     like = hoisting.scan_params(len(consts), count, len(xs), len(program.outvars) - count)
     results = eqn.primitive.bind(*consts, *init, *xs, **{**eqn.params, **like, "jaxpr": closed})
     return results[:count], results[count:]
-
-
-def _flat(body: Callable[[Any, Any], Any], arrays: Sequence[Any], count: int) -> list[Any]:
-    carry, ys = body(list(arrays[:count]), list(arrays[count:]))
-    return [*carry, *ys]
 
 
 def _keeps_types(program: core.Jaxpr, count: int) -> bool:
@@ -151,8 +151,8 @@ def rows_before(
         return results
 
     operands = [*consts, *(xs[n] for n in chosen)]
-    avals = [_like(v, ()) for v in body.invars[: len(consts)]]
-    avals += [_like(v, (eqn.params["length"],)) for v in variables]
+    avals = [v.aval for v in body.invars[: len(consts)]]
+    avals += [core.unmapped_aval(eqn.params["length"], 0, v.aval) for v in variables]
     program = trace(every, avals)
 
     if not trial(
@@ -161,12 +161,6 @@ def rows_before(
         return None
     reason = "scanned, after its work at the smaller batch"
     return rest, [ctx.materialise(eqn, x, reason) for x in ctx.run_closed(program, operands, eqn)]
-
-
-def _like(v: Any, leading: tuple[int, ...]) -> jax.ShapeDtypeStruct:
-    aval = v.aval
-    shape = (*leading, *aval.shape)
-    return jax.ShapeDtypeStruct(shape, aval.dtype, weak_type=getattr(aval, "weak_type", False))
 
 
 def _is_of_rows(x: Any) -> bool:

@@ -94,16 +94,10 @@ def _joined_neighbours(parts: list[Any], axis: int) -> list[Any]:
     """Joins neighbouring parts of one lineage to one part."""
 
     def kind(x: Any) -> Any:
-        return (id(x.lineage), x.axis) if has_lineage(x) else id(x)
+        return (id(x.lineage), x.axis) if has_lineage(x) else object()
 
-    joined = []
-    for _, same in itertools.groupby(parts, kind):
-        run = list(same)
-        if has_lineage(run[0]) and len(run) > 1:
-            joined.append(of_one_lineage(run, axis))
-        else:
-            joined += run
-    return joined
+    runs = [list(run) for _, run in itertools.groupby(parts, kind)]
+    return [run[0] if len(run) == 1 else of_one_lineage(run, axis) for run in runs]
 
 
 def of_one_lineage(parts: list[Any], axis: int) -> Any:
@@ -111,10 +105,8 @@ def of_one_lineage(parts: list[Any], axis: int) -> Any:
     base, first = concatenated_bases(parts, axis), parts[0]
     if is_plain(first):
         return base
-    length = sum(part.shape[axis] for part in parts)
-    shape = (*first.shape[:axis], length, *first.shape[axis + 1 :])
-    value_lineage, _, _ = common_lineage(parts)
-    return lazy(base, shape, value_lineage, first.axis, origins_of(*parts))
+    shape = Concat(tuple(parts), axis).shape
+    return lazy(base, shape, first.lineage, first.axis, origins_of(*parts))
 
 
 def stack(ctx: Context, eqn: Any, *operands: Any) -> Any:

@@ -116,7 +116,8 @@ def elementwise_to(ctx: Context, eqn: Any, shape: tuple[int, ...], operands: Any
     operands = lineage.aligned(operands)
     value_lineage, axis, differ = common_lineage(operands)
     if differ:
-        operands, (value_lineage, axis, differ) = _of_one_lineage(operands)
+        operands = _of_one_lineage(operands)
+        value_lineage, axis, differ = common_lineage(operands)
     if value_lineage is not None and (differ or any(carries(x, axis) for x in operands)):
         operand = "another lookup" if differ else "a value at candidate batch"
         reason = f"{eqn.primitive.name} with {operand}"
@@ -134,27 +135,24 @@ def elementwise_to(ctx: Context, eqn: Any, shape: tuple[int, ...], operands: Any
     return at_user_batch(ctx, eqn, base, value_lineage, axis, origins, shape)
 
 
-def _of_one_lineage(operands: list[Any]) -> tuple[list[Any], tuple[Lineage | None, int, bool]]:
+def _of_one_lineage(operands: list[Any]) -> list[Any]:
     """Looks rows up that are equal for all rows of another lookup, such as tiled positions.
 
-    Returns:
-      The operands, and what `common_lineage` returns for them. If every lookup differs between the
-      rows of every other one, all are kept.
+    If every lookup differs between the rows of every other one, all are kept.
     """
     for first in filter(has_lineage, operands):
-        same = [
-            (x.lineage, x.axis) == (first.lineage, first.axis) for x in operands if has_lineage(x)
-        ]
-        others = [x for x in operands if has_lineage(x) and x.axis != first.axis]
-        if len(others) != same.count(False) or any(carries(x, first.axis) for x in others):
-            continue
-        found = list(operands)
-        for n, x in enumerate(operands):
-            if any(x is y for y in others):
-                rows = take_rows(x.base, x.lineage.index, x.axis, is_sorted=x.lineage.is_sorted)
-                found[n] = lazy(rows, x.shape, None, -1, x.origins)
-        return found, (first.lineage, first.axis, False)
-    return operands, common_lineage(operands)
+        kept = first.lineage, first.axis
+        others = [x for x in operands if has_lineage(x) and (x.lineage, x.axis) != kept]
+        if not any(x.axis == first.axis or carries(x, first.axis) for x in others):
+            return [_at_once(x) if any(x is y for y in others) else x for x in operands]
+    return operands
+
+
+def _at_once(x: Lazy) -> Any:
+    """Looks rows up; dimensions of size 1 stay broadcast."""
+    assert x.lineage is not None
+    rows = take_rows(x.base, x.lineage.index, x.axis, is_sorted=x.lineage.is_sorted)
+    return lazy(rows, x.shape, None, -1, x.origins)
 
 
 def _of_one_batch(ctx: Context, eqn: Any, shape: tuple[int, ...], operands: Any) -> Any:

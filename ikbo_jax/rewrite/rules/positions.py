@@ -10,10 +10,9 @@ from typing import Any
 import jax
 import numpy as np
 from jax import lax
-from jax.extend import core
 
 from ikbo_jax.rewrite.facts import proofs
-from ikbo_jax.rewrite.interpret import Context, shape_of
+from ikbo_jax.rewrite.interpret import Context, at_shapes, shape_of
 from ikbo_jax.rewrite.rules.elementwise import at_user_batch, concat
 from ikbo_jax.rewrite.rules.reshaped_axes import equation, to_shape
 from ikbo_jax.rewrite.values import lineage, staged
@@ -148,9 +147,9 @@ def along_whole_axis(ctx: Context, eqn: Any, indices: Any) -> tuple[Any, Any]:
         )
         of_rows = [_without_dimension(ctx, eqn, x, dim) for x in kept]
         vectors = of_rows[0] if len(kept) == 1 else concat(of_rows, len(shape_of(of_rows[0])) - 1)
-        invars = [eqn.invars[0], core.Var(eqn.invars[1].aval.update(shape=shape_of(vectors)))]
         given = {"dimension_numbers": numbers, "slice_sizes": tuple(sizes), **_OF_USERS}
-        return eqn.replace(invars=invars, params={**eqn.params, **given}), vectors
+        operand, result = eqn.invars[0].aval, eqn.outvars[0].aval.shape
+        return at_shapes(eqn, [operand, vectors], [result], **given), vectors
     return eqn, indices
 
 

@@ -130,13 +130,11 @@ def _reshape_concat(ctx: Context, eqn: Any, x: Concat, shape: Any, groups: Any) 
     parts = []
     for part, size in zip(x.parts, x.sizes, strict=True):
         part_shape = (*shape[:axis], size * inner // length, *shape[axis + 1 :])
-        if is_plain(part):
-            parts.append(staged.reshape(part, part_shape))
-        elif isinstance(part, Concat):
-            parts.append(reshape_to(ctx, eqn, part, part_shape))
-        else:
+        if isinstance(part, Lazy):
             part_groups = _reshape_groups(part.shape, part_shape)
             parts.append(_reshape_lazy(ctx, eqn, part, part_shape, part_groups))
+        else:
+            parts.append(reshape_to(ctx, eqn, part, part_shape))
     return concat(parts, axis)
 
 

@@ -5,10 +5,9 @@ from typing import Any
 
 import numpy as np
 from jax import lax
-from jax.extend import core
 
 from ikbo_jax.rewrite.facts import proofs
-from ikbo_jax.rewrite.interpret import Context, shape_of
+from ikbo_jax.rewrite.interpret import Context, at_shapes, shape_of
 from ikbo_jax.rewrite.rules import positions
 from ikbo_jax.rewrite.rules.reshaped_axes import (
     Axes,
@@ -189,12 +188,9 @@ def gather_by_dimensions(ctx: Context, eqn: Any, operand: Any, indices: Any) -> 
     out = axes_of((Group(sizes, (math.prod(sizes),)),)).at(shape, dims)
     flat = flat_indices(ctx, eqn, indices)
     numbers = numbers._replace(offset_dims=out.before(numbers.offset_dims))
-    inner = eqn.replace(
-        invars=[eqn.invars[0], core.Var(eqn.invars[1].aval.update(shape=shape_of(flat)))],
-        outvars=[core.Var(eqn.outvars[0].aval.update(shape=out.before_shape))],
-        params={**eqn.params, "dimension_numbers": numbers},
-    )
-    (result,) = ctx.run_equation(inner, [operand, flat])
+    operands = [operand, flat]
+    inner = at_shapes(eqn, operands, [out.before_shape], dimension_numbers=numbers)
+    (result,) = ctx.run_equation(inner, operands)
     if is_plain(result) and is_plain(operand):
         return ctx.bind(eqn, operand, ctx.build(indices))
     return again(ctx, eqn, result, out)

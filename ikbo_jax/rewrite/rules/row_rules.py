@@ -6,11 +6,10 @@ from typing import Any
 import jax
 import numpy as np
 from jax import lax
-from jax.extend import core
 
 from ikbo_jax.rewrite.facts import proofs
 from ikbo_jax.rewrite.facts.known import known
-from ikbo_jax.rewrite.interpret import Context, shape_of
+from ikbo_jax.rewrite.interpret import Context, at_shapes, shape_of
 from ikbo_jax.rewrite.rules import placing, positions, reselect
 from ikbo_jax.rewrite.rules.elementwise import (
     at_user_batch,
@@ -93,11 +92,10 @@ def _pad_by_rows(ctx: Context, eqn: Any, x: Any, number: Any, config: list[Any])
     if low < 0 or high < 0 or between:
         raise NotCovered("pad that cuts or spaces the looked-up axis, or a concatenation")
     config[axis], shape = (0, 0, 0), aval.shape
-    params = {**eqn.params, "padding_config": tuple(config)}
     parts: list[Any] = []
     for part in x.parts if isinstance(x, Concat) else (x,):
         whole = (*shape[:axis], part.shape[axis], *shape[axis + 1 :])
-        of_part = eqn.replace(params=params, outvars=[core.Var(aval.update(shape=whole))])
+        of_part = at_shapes(eqn, (part, number), [whole], padding_config=tuple(config))
         parts.append(pad(ctx, of_part, part, number) if any(map(any, config)) else part)
     ones = (1,) * len(shape)
     # Products that sum over the axis leave zeros out that are known as such.

@@ -3,7 +3,6 @@
 import math
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -278,50 +277,41 @@ def _gather_of_features(ctx: Context, eqn: Any, operand: Lazy, indices: Any) -> 
 def broadcast_in_dim(ctx: Context, eqn: Any, operand: Any, *dynamic: Any) -> Any:
     """Broadcasts, as a lazy value whose base has dimensions of size 1."""
     shape, dims = eqn.params["shape"], [int(d) for d in eqn.params["broadcast_dimensions"]]
-    if dynamic or isinstance(operand, Concat):
+    if dynamic:
+        raise NotCovered("broadcast to a dynamic shape")
+    if isinstance(operand, Concat):
         return _concat_broadcast(ctx, eqn, operand, shape, dims)
-    base, seen = lineage.base_of(operand), shape_of(operand)
+    seen, origins = shape_of(operand), lineage.origins_of(operand)
     if lineage.is_plain(operand) and math.prod(shape) == math.prod(seen):
         return ctx.bind(eqn, operand)
-    out = _with_new_dims(base, len(shape), dims)
-    value_lineage, axis, origins = None, -1, lineage.origins_of(operand)
-    if lineage.has_lineage(operand):
-        value_lineage, axis = operand.lineage, dims[operand.axis]
-    elif not lineage.is_at_least(1, math.prod(seen)):
+    if not lineage.has_lineage(operand) and not lineage.is_at_least(1, math.prod(seen)):
         what = f"{lineage.text(operand, seen)} broadcast -> {lineage.text(operand, shape)}"
         origins |= {ctx.recorder.found(eqn, what, False)}
-    return lineage.lazy(out, shape, value_lineage, axis, origins)
+    return _with_new_dims(operand, shape, dims, origins)
 
 
-def _with_new_dims(base: Any, rank: int, dims: list[int]) -> jax.Array:
-    """Moves the dimensions of `base` to `dims`; all other dimensions have size 1."""
-    shape = [1] * rank
+def _with_new_dims(x: Any, shape: tuple[int, ...], dims: list[int], origins: frozenset) -> Any:
+    """Moves the dimensions of an array or a `Lazy` to `dims`; its base has size 1 in all others."""
+    base = lineage.base_of(x)
+    own = [1] * len(shape)
     for d, target in enumerate(dims):
-        shape[target] = np.shape(base)[d]
-    return staged.broadcast_in_dim(base, tuple(shape), tuple(dims))
+        own[target] = np.shape(base)[d]
+    base = staged.broadcast_in_dim(base, tuple(own), tuple(dims))
+    users, axis = (x.lineage, dims[x.axis]) if lineage.has_lineage(x) else (None, -1)
+    return lineage.lazy(base, shape, users, axis, origins)
 
 
-def _concat_broadcast(ctx: Context, eqn: Any, operand: Any, shape: Any, dims: Any) -> Any:
-    if not isinstance(operand, Concat):
-        raise NotCovered("broadcast to a dynamic shape")
-    axis = dims[operand.axis]
-    parts = []
-    for part in operand.parts:
-        part_shape = list(shape)
-        part_shape[axis] = part.shape[operand.axis]
+def _concat_broadcast(ctx: Context, eqn: Any, operand: Concat, shape: Any, dims: Any) -> Any:
+    axis, parts = dims[operand.axis], list[Any]()
+    for part, size in zip(operand.parts, operand.sizes, strict=True):
+        part_shape = (*shape[:axis], size, *shape[axis + 1 :])
         if isinstance(part, Concat):
-            parts.append(_concat_broadcast(ctx, eqn, part, tuple(part_shape), dims))
-            continue
-        if lineage.is_plain(part) and part.dtype != np.bool_:
-            parts.append(ctx.bind(eqn, part, shape=tuple(part_shape)))
-            continue
-        base = _with_new_dims(lineage.base_of(part), len(shape), dims)
-        if lineage.is_plain(part):
+            parts.append(_concat_broadcast(ctx, eqn, part, part_shape, dims))
+        elif lineage.is_plain(part) and part.dtype != np.bool_:
+            parts.append(ctx.bind(eqn, part, shape=part_shape))
+        else:
             # Whether a mask is equal for all heads or queries is seen in its base.
-            parts.append(lineage.lazy(base, tuple(part_shape), None, -1, frozenset()))
-            continue
-        part_axis = dims[part.axis]
-        parts.append(lineage.lazy(base, tuple(part_shape), part.lineage, part_axis, part.origins))
+            parts.append(_with_new_dims(part, part_shape, dims, lineage.origins_of(part)))
     return Concat(tuple(parts), axis)
 
 

@@ -13,7 +13,7 @@ from jax.extend import core
 from jax.interpreters import ad, batching, mlir
 
 from ikbo_jax.rewrite.facts import proofs
-from ikbo_jax.rewrite.interpret import Context, shape_of
+from ikbo_jax.rewrite.interpret import Context, at_shapes, shape_of
 from ikbo_jax.rewrite.rules import reselect, variants
 from ikbo_jax.rewrite.values import lineage, staged
 from ikbo_jax.rewrite.values.lineage import Concat, Lineage, base_of, has_lineage, is_plain
@@ -208,8 +208,4 @@ def _vector_of(ctx: Context, x: Any, batch: int) -> Any:
     vectors = [_vector_of(ctx, y, batch) if shape_of(y) else y for y in operands]
     if name not in ("lt", "add", "select_n") or any(y is None for y in vectors):
         return None
-    invars, outvars = (
-        [core.Var(v.aval.update(shape=(batch,))) if v.aval.shape else v for v in group]
-        for group in (eqn.invars, eqn.outvars)
-    )
-    return ctx.run_equation(eqn.replace(invars=invars, outvars=outvars), vectors)[0]
+    return ctx.run_equation(at_shapes(eqn, vectors, [(batch,)]), vectors)[0]
