@@ -7,13 +7,7 @@ kind run, from `MERGED`, `SPLIT` or `SCORES`. Rules that users register replace 
 
 from collections.abc import Callable
 
-from ikbo_jax.rewrite.attention import (
-    changed_weights,
-    contraction,
-    pairs,
-    score_axes,
-    scores,
-)
+from ikbo_jax.rewrite.attention import changed_weights, contraction, pairs, score_axes, scores
 from ikbo_jax.rewrite.calls import control_flow, custom_jvp, custom_vjp, jit, shard_map
 from ikbo_jax.rewrite.rules import (
     concatenation,
@@ -56,13 +50,14 @@ LAZY: dict[str, Rule] = {
     **dict.fromkeys(SCATTERS, row_rules.scatter),
     "slice": elementwise.slice_,
     "split": elementwise.split,
-    "squeeze": reshape.squeeze,
+    "squeeze": reshape.reshape,
     "stack": concatenation.stack,
     "tile": sources.tile,
     "transpose": elementwise.transpose,
     "unstack": concatenation.unstack,
     # Division over devices.
-    "pvary": shard_map.pvary,
+    # That a value differs between devices from now on is a fact of types, for every row.
+    "pvary": elementwise.elementwise,
     "reshard": resharding.reshard,
     "shard_map": shard_map.shard_map,
     "sharding_constraint": row_rules.sharding_constraint,

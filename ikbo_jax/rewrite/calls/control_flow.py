@@ -38,21 +38,14 @@ def _can_leave(value: Any, lineages: set[int]) -> bool:
     return value.lineage is None or id(value.lineage) in lineages
 
 
-def _of_one_user(ctx: Context, operands: Sequence[Any]) -> list[Any]:
-    """Looks tokens of one user up before a body, which could not return such lookups of its own."""
-    return [blocks.of_one_user(ctx, x, 0) for x in operands]
-
-
 def checkpoint(ctx: Context, eqn: Any, *operands: Any) -> Any:
     """Rewrites a checkpointed function, at this call or once for all calls."""
     jaxpr = eqn.params["jaxpr"]
     if all(map(is_plain, operands)) and ctx.programs.is_plain(jaxpr):
         return ctx.bind(eqn, *operands)
-    values = _of_one_user(ctx, operands)
-
-    def inline() -> list[Any]:
-        return _checkpointed(ctx, eqn, values)
-
+    # Before the body, which could not return such lookups of its own, as of tokens.
+    values = [blocks.of_one_user(ctx, x, 0) for x in operands]
+    inline = functools.partial(_checkpointed, ctx, eqn, values)
     if isinstance(eqn.params["prevent_cse"], tuple) and len(set(eqn.params["prevent_cse"])) > 1:
         return inline()
     return sharing.call(ctx, eqn, values, inline)
@@ -104,7 +97,7 @@ def scan(ctx: Context, eqn: Any, *operands: Any) -> Any:
         ctx.materialise(eqn, x, "scan over the looked-up axis") if not _scannable(x) else x
         for x in xs
     ]
-    init = _of_one_user(ctx, init)
+    init = [blocks.of_one_user(ctx, x, 0) for x in init]
     carry = list(map(loops.uniform, init))
 
     while True:
@@ -150,7 +143,13 @@ def _scanned(
     ((log, stacked),) = last
     with ctx.recorder.inside(eqn):
         call = log.replay(ctx.recorder, eqn, {}, None)
-    return [*pack(out), *_packed_stacks(stacked, ys, length, call.origins)]
+
+    def packed(x: Any, stack: Any) -> Any:
+        if x is None:
+            return stack
+        return lazy(stack, (length, *x.shape), x.lineage, x.axis + 1, call.origins(x.origins))
+
+    return [*pack(out), *map(packed, stacked, ys)]
 
 
 def _scannable(x: Any) -> bool:
@@ -170,19 +169,6 @@ def _packed_slice(x: Any, slices: Iterator[Any]) -> Any:
     if is_plain(x):
         return array
     return lazy(array, x.shape[1:], x.lineage, x.axis - 1, x.origins)
-
-
-def _packed_stacks(
-    values: Sequence[Any], stacks: Sequence[Any], length: int, origins: Any
-) -> list[Any]:
-    """Stacks the results of all iterations; `origins` maps what they stem from in the body."""
-
-    def one(x: Any, stack: Any) -> Any:
-        if is_plain(x):
-            return stack
-        return lazy(stack, (length, *x.shape), x.lineage, x.axis + 1, origins(x.origins))
-
-    return list(map(one, values, stacks))
 
 
 def while_(ctx: Context, eqn: Any, *operands: Any) -> Any:

@@ -14,13 +14,7 @@ from ikbo_jax.rewrite.interpret import Context
 from ikbo_jax.rewrite.rules import any_shape
 from ikbo_jax.rewrite.values import lineage
 from ikbo_jax.rewrite.values.dead_code import without_dead_code
-from ikbo_jax.rewrite.values.forms import (
-    form,
-    in_form_of,
-    unpack,
-    unpack_all,
-    with_all_inside,
-)
+from ikbo_jax.rewrite.values.forms import form, in_form_of, unpack, unpack_all, with_all_inside
 from ikbo_jax.rewrite.values.jaxprs import evaluate, trace
 from ikbo_jax.rewrite.values.lineage import Concat, Lazy
 from ikbo_jax.rewrite.values.registry import NotCovered
@@ -38,7 +32,9 @@ def custom_jvp(ctx: Context, eqn: Any, *operands: Any) -> Any:
     arrays, pack = unpack_all(operands)
     if not all(jnp.issubdtype(x.dtype, jnp.inexact) for x in arrays):
         raise NotCovered("custom_jvp with operands that are not floating-point numbers")
-    if len(operands) == 1 and _is_elementwise(ctx, eqn):
+    is_simple = len(operands) == len(eqn.outvars) == 1 and not params["symbolic_zeros"]
+    is_elementwise = functools.partial(any_shape.is_elementwise_jvp, eqn)
+    if is_simple and _once(ctx, eqn, (eqn.invars[0].aval,), is_elementwise):
         for x in filter(lineage.has_lineage, with_all_inside(operands)):
             ctx.recorder.saved(eqn, x.origins, "work at the smaller batch", False)
         return pack([any_shape.run_custom_jvp(eqn, [x]) for x in arrays])
@@ -74,14 +70,6 @@ def custom_jvp(ctx: Context, eqn: Any, *operands: Any) -> Any:
         return both[: len(both) // 2], both[len(both) // 2 :]
 
     return pack_results(function(*arrays))
-
-
-def _is_elementwise(ctx: Context, eqn: Any) -> bool:
-    """Whether a function has one result, and it and its derivatives are elementwise."""
-    if len(eqn.outvars) != 1 or eqn.params["symbolic_zeros"]:
-        return False
-    prove = functools.partial(any_shape.is_elementwise_jvp, eqn)
-    return bool(_once(ctx, eqn, (eqn.invars[0].aval,), prove))
 
 
 def _once(ctx: Context, eqn: Any, key: Any, prove: Callable[[], Any]) -> Any:

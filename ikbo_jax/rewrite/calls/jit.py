@@ -40,10 +40,7 @@ def jit(ctx: Context, eqn: Any, *operands: Any) -> Any:
         return ctx.bind(eqn, *operands)
     if is_sharded:
         return _sharded(ctx, eqn, operands)
-
-    def inline() -> list[Any]:
-        return ctx.run_closed(jaxpr, operands, eqn)
-
+    inline = functools.partial(ctx.run_closed, jaxpr, operands, eqn)
     if is_small:
         return inline()
     return sharing.call(ctx, eqn, operands, inline)

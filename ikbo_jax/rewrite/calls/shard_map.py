@@ -14,7 +14,6 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from ikbo_jax.rewrite.interpret import Context
-from ikbo_jax.rewrite.rules.elementwise import elementwise
 from ikbo_jax.rewrite.values.jaxprs import ending_its_trace
 from ikbo_jax.rewrite.values.lineage import Lazy, Lineage, is_plain, spread_axes
 from ikbo_jax.rewrite.values.registry import NotCovered
@@ -77,10 +76,3 @@ def shard_map(ctx: Context, eqn: Any, *operands: Any) -> Any:
             check_vma=params["check_vma"],
         )(*arrays)
     )
-
-
-def pvary(ctx: Context, eqn: Any, *operands: Any) -> Any:
-    """Marks a value that differs between devices from now on: a fact of types, for every row."""
-    if len(operands) != 1:
-        raise NotCovered("pvary of several values")
-    return elementwise(ctx, eqn, *operands)

@@ -28,13 +28,7 @@ from ikbo_jax.rewrite.values.forms import (
     with_inside,
 )
 from ikbo_jax.rewrite.values.jaxprs import call_params, trace, with_constants_last
-from ikbo_jax.rewrite.values.lineage import (
-    Deferred,
-    base_of,
-    has_lineage,
-    is_plain,
-    origins_of,
-)
+from ikbo_jax.rewrite.values.lineage import Deferred, base_of, has_lineage, is_plain, origins_of
 from ikbo_jax.rewrite.values.registry import NotCovered
 
 
@@ -56,6 +50,24 @@ class Result:
     operand: int | None
     inside: tuple[Any, ...]
     number: int
+
+    def returned(
+        self, nodes: Sequence[Any], arrays: Sequence[Any], origins_of: Any, known: dict[int, Any]
+    ) -> Any:
+        """Returns the value of a call; `known` holds values of this call, by description."""
+        if self.operand is not None:
+            return nodes[self.operand]
+        if id(self) not in known:
+            x = self.value
+            if self.inside:
+                inside = [y.returned(nodes, arrays, origins_of, known) for y in self.inside]
+                x = with_inside(x, inside)
+            elif is_plain(x):
+                x = arrays[self.number]
+            else:
+                x = dataclasses.replace(x, base=arrays[self.number], origins=origins_of(x.origins))
+            known[id(self)] = x
+        return known[id(self)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,34 +131,14 @@ def call(
         for n, (x, v) in enumerate(zip(operands, eqn.invars, strict=True))
     ]
     forms = [identity(x) if f else form(x) for x, f in zip(operands, fixed, strict=True)]
-    key = (id(eqn.params["jaxpr"]), *forms)
+    jaxpr = eqn.params["jaxpr"]
+    key = (id(jaxpr), *forms)
     rewritten = ctx.scope.find("programs", key)
     if rewritten is not None:
         return _called(ctx, eqn, operands, rewritten)
     if not all(map(can_pass, operands)):
         return inline()
-    return _called_without_program(ctx, eqn, operands, fixed, key, inline)
-
-
-def _is_fixed(operand: Any, aval: Any) -> bool:
-    """Whether the rewriting depends on facts about this operand, so that the key names the operand.
-
-    Such operands are indices and masks, with facts from their equations, and constant numbers.
-    """
-    is_variable = isinstance(operand, (jax.core.Tracer, Deferred))
-    return _is_index(aval) or not is_variable and np.size(operand) == 1
-
-
-def _called_without_program(
-    ctx: Context,
-    eqn: Any,
-    operands: Sequence[Any],
-    fixed: list[bool],
-    key: Any,
-    inline: Callable[[], list[Any]],
-) -> list[Any]:
-    """Runs a call whose program is not rewritten by itself yet."""
-    jaxpr, calls = eqn.params["jaxpr"], ctx.scope.find("calls", key)
+    calls = ctx.scope.find("calls", key)
     # The key names the fixed operands, and lookups by their lineages.
     named = [x for x, f in zip(operands, fixed, strict=True) if f]
     lookups = filter(has_lineage, with_all_inside(operands))
@@ -155,14 +147,12 @@ def _called_without_program(
         calls = _Calls((jaxpr, named), _built(ctx, operands))
         ctx.scope.owner(values).calls[key] = calls
     elif ctx.scope.find("seen", (key, *(id(operands[n]) for n in calls.asked))):
-        closed_over = [n for n, f in enumerate(fixed) if f or n in calls.asked]
-        return call(ctx, eqn, operands, inline, closed_over)
-    rewritten = None
+        return call(ctx, eqn, operands, inline, (*asked, *calls.asked))
     # A program that is called once is interpreted inline.
     if id(jaxpr) in ctx.programs.repeated if first else not calls.failed:
-        rewritten, asked = _rewritten(ctx, eqn, operands, fixed, calls.materialised)
+        rewritten, found = _rewritten(ctx, eqn, operands, fixed, calls.materialised)
         # Inside a program, a lookup that it closes over would be copied at each call.
-        calls.asked = sorted(asked) if all(is_plain(operands[n]) for n in asked) else []
+        calls.asked = sorted(found) if all(is_plain(operands[n]) for n in found) else []
     if rewritten is None:
         if arrays := [operands[n] for n in calls.asked]:
             ctx.scope.owner([*values, *arrays]).seen[(key, *map(id, arrays))] = arrays
@@ -173,6 +163,15 @@ def _called_without_program(
         return results
     ctx.scope.owner([*values, *rewritten.consts]).programs[key] = rewritten
     return _called(ctx, eqn, operands, rewritten)
+
+
+def _is_fixed(operand: Any, aval: Any) -> bool:
+    """Whether the rewriting depends on facts about this operand, so that the key names the operand.
+
+    Such operands are indices and masks, with facts from their equations, and constant numbers.
+    """
+    is_variable = isinstance(operand, (jax.core.Tracer, Deferred))
+    return _is_index(aval) or not is_variable and np.size(operand) == 1
 
 
 def _built(ctx: Context, operands: Sequence[Any]) -> list[int]:
@@ -188,23 +187,7 @@ def _called(ctx: Context, eqn: Any, operands: Sequence[Any], program: Rewritten)
     inputs = [base_of(nodes[n]) for n in program.inputs]
     inputs += [*(ctx.build(nodes[n]) for n in program.materialised), *program.consts]
     arrays, known = eqn.primitive.bind(*inputs, **program.params), dict[int, Any]()
-
-    def returned(result: Result) -> Any:
-        if result.operand is not None:
-            return nodes[result.operand]
-        if id(result) not in known:
-            x = result.value
-            if result.inside:
-                x = with_inside(x, list(map(returned, result.inside)))
-            elif is_plain(x):
-                x = arrays[result.number]
-            else:
-                own = origins_of_result(x.origins)
-                x = dataclasses.replace(x, base=arrays[result.number], origins=own)
-            known[id(result)] = x
-        return known[id(result)]
-
-    return list(map(returned, program.results))
+    return [x.returned(nodes, arrays, origins_of_result, known) for x in program.results]
 
 
 def _recorded(
@@ -324,7 +307,9 @@ def _with_materialised(
         returned = inner.run_closed(jaxpr, values[: len(fixed)], None)
         if not all(map(can_pass, returned)):
             raise NotCovered("a result of a call that is neither an array nor a lookup")
-        results, computed = _results(values, returned)
+        of_operands, computed = {id(x): n for n, x in enumerate(values)}, list[Any]()
+        known: dict[int, Result] = {}
+        results = [_described(x, of_operands, computed, known) for x in returned]
         asked, built = inner.provenance.asked_hidden, inner.scope.built()
         # Skeletons of results hold their lineages, and so the indices of these.
         found[:] = [
@@ -345,42 +330,33 @@ def _with_materialised(
         traced = without_dead_code(trace(program, avals, jaxpr))
     except NotCovered:
         return None, set(), []
-    params, consts = _params(eqn, traced, len(traced.consts) + len(avals)), traced.consts
+    names = ("in_shardings", "in_layouts", "out_shardings", "out_layouts")
+    is_placed = any(len(set(eqn.params.get(name, ()))) > 1 for name in names)
     results, asked, built = found
-    if params is None or results is None:
+    if traced.effects or is_placed or results is None:
         return None, set(), []
     if asked:
         return None, asked, []
-    origins = list(stand_ins.items())
+    closed, consts = with_constants_last(traced), traced.consts
+    counts = {"in": len(closed.invars), "out": len(closed.outvars)}
+    params, origins = call_params(eqn.params, closed, counts), list(stand_ins.items())
     return Rewritten(params, consts, inputs, materialised, origins, results, log), asked, built
 
 
-def _results(nodes: Sequence[Any], returned: Sequence[Any]) -> tuple[list[Result], list[Any]]:
-    """Describes the results of a program on `nodes`; also lists the arrays that it computes."""
-    of_operands = {id(x): n for n, x in enumerate(nodes)}
-    known: dict[int, Result] = {}
-    arrays: list[Any] = []
+def _described(
+    x: Any, of_operands: dict[int, int], arrays: list[Any], known: dict[int, Result]
+) -> Result:
+    """Describes a result of a program; appends what it computes to `arrays`.
 
-    def described(x: Any) -> Result:
-        if id(x) not in known:
-            operand = of_operands.get(id(x))
-            inside = tuple(map(described, inside_of(x))) if operand is None else ()
-            number = -1
-            if operand is None and not inside:
-                number = len(arrays)
-                arrays.append(base_of(x))
-            known[id(x)] = Result(skeleton(x), operand, inside, number)
-        return known[id(x)]
-
-    return list(map(described, returned)), arrays
-
-
-def _params(eqn: Any, traced: Any, count: int) -> dict[str, Any] | None:
-    """Returns parameters of a call with `count` inputs; None if JAX cannot call the program so."""
-    if traced.effects:
-        return None
-    names = ("in_shardings", "in_layouts", "out_shardings", "out_layouts")
-    if any(len(set(eqn.params.get(name, ()))) > 1 for name in names):
-        return None
-    closed = with_constants_last(traced)
-    return call_params(eqn.params, closed, {"in": count, "out": len(closed.outvars)})
+    `of_operands` are the positions of operands, and `known` the descriptions of results, by the
+    identities of values.
+    """
+    if id(x) not in known:
+        operand, number, inside = of_operands.get(id(x)), -1, tuple[Result, ...]()
+        if operand is None:
+            inside = tuple([_described(y, of_operands, arrays, known) for y in inside_of(x)])
+        if operand is None and not inside:
+            number = len(arrays)
+            arrays.append(base_of(x))
+        known[id(x)] = Result(skeleton(x), operand, inside, number)
+    return known[id(x)]

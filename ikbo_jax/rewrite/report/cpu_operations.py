@@ -11,14 +11,7 @@ from typing import Any, NamedTuple, cast
 import jax.numpy as jnp
 from jax.extend import core
 
-from ikbo_jax.rewrite.report.products import (
-    ALONE,
-    INLINED,
-    RARE,
-    REDUCTIONS,
-    SAME,
-    flops_of_op,
-)
+from ikbo_jax.rewrite.report.products import ALONE, INLINED, RARE, REDUCTIONS, SAME, flops_of_op
 from ikbo_jax.rewrite.values import lineage
 from ikbo_jax.rewrite.values.jaxprs import inner_programs
 

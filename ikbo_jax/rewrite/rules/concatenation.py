@@ -114,10 +114,8 @@ def stack(ctx: Context, eqn: Any, *operands: Any) -> Any:
     axis, shape = eqn.params["axis"], tuple(eqn.outvars[0].aval.shape)
     if len(operands) < 2 or all(map(is_plain, operands)) and operands[0] is not operands[1]:
         return ctx.bind(eqn, *map(ctx.build, operands))
-    expanded: dict[int, Any] = {}
-    for x in operands:
-        if id(x) not in expanded:
-            expanded[id(x)] = with_new_axis(ctx, eqn, x, axis)
+    different = {id(x): x for x in operands}
+    expanded = {key: with_new_axis(ctx, eqn, x, axis) for key, x in different.items()}
     return concatenated(ctx, eqn, [expanded[id(x)] for x in operands], axis, shape)
 
 

@@ -1,6 +1,7 @@
 """Rules of primitives that work row by row, and of primitives that only move data."""
 
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Callable, Sequence
@@ -338,11 +339,9 @@ def _reduce_concat(ctx: Context, eqn: Any, x: Concat) -> Any:
     combine = _COMBINED.get(eqn.primitive.name)
     if combine is None:
         raise NotCovered(f"{eqn.primitive.name} over a concatenation")
-    total: Any = None
-    for part in x.parts:
-        reduced = ctx.materialise(eqn, reduction(ctx, eqn, part), "sum of parts", copied=False)
-        total = reduced if total is None else combine(total, reduced)
-    return total
+    parts = (reduction(ctx, eqn, part) for part in x.parts)
+    arrays = (ctx.materialise(eqn, part, "sum of parts", copied=False) for part in parts)
+    return functools.reduce(combine, arrays)
 
 
 #: Primitives that reduce some axes.

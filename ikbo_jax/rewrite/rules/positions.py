@@ -66,7 +66,7 @@ def gather_of_candidates(ctx: Context, eqn: Any, operand: Lazy, indices: Any) ->
 
     The positions become pairs of a user and a position, by which the users' rows are looked up.
     """
-    numbers, sizes = eqn.params["dimension_numbers"], list(eqn.params["slice_sizes"])
+    numbers = eqn.params["dimension_numbers"]
     axis, batching = operand.axis, list(numbers.operand_batching_dims)
     dim = int(numbers.start_indices_batching_dims[batching.index(axis)])
     assert operand.lineage is not None
@@ -88,15 +88,9 @@ def gather_of_candidates(ctx: Context, eqn: Any, operand: Lazy, indices: Any) ->
     ctx.recorder.saved(eqn, operand.origins, "lookup of pairs", True)
 
     def look_up(base: Any, column: Any, indices: Any) -> Any:
-        return ctx.bind(
-            eqn,
-            base,
-            lax.concatenate([column, indices], indices.ndim - 1),
-            dimension_numbers=numbers,
-            slice_sizes=tuple(sizes),
-            indices_are_sorted=False,
-            unique_indices=False,
-        )
+        pairs = lax.concatenate([column, indices], indices.ndim - 1)
+        unknown = {"indices_are_sorted": False, "unique_indices": False}
+        return ctx.bind(eqn, base, pairs, dimension_numbers=numbers, **unknown)
 
     sharding = eqn.outvars[0].aval.sharding
     return staged.over_auto_axes(look_up, sharding)(operand.base, column, indices)

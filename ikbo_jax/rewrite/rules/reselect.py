@@ -107,14 +107,9 @@ def again(
 ) -> tuple[jax.Array, Lineage]:
     """Returns base and lineage of a lookup in looked-up rows, which has no more rows than these.
 
-    Args:
-      ctx: the context.
-      operand: the looked-up rows.
-      key: of the lineage.
-      row: [batch] int32, which rows of the operand are taken; the number of rows for an index below
-        0, and one more for an index past the end.
-      ends: computes the two rows for indices out of bounds; None if there are none.
-      exact: whether the gradient must be right.
+    `row` [batch] int32 says which rows of the operand are taken. It is the number of rows for an
+    index below 0, and one more for an index past the end; `ends` computes the two rows for these,
+    or is None. `key` is the lineage's; the gradient must be right if `exact`.
     """
     assert operand.lineage is not None
     users, axis, count = operand.lineage, operand.axis, operand.shape[operand.axis]

@@ -16,15 +16,9 @@ from ikbo_jax.rewrite.values.registry import NotCovered
 from ikbo_jax.rewrite.values.reshaped import merged, split
 
 
-def squeeze(ctx: Context, eqn: Any, x: Any) -> Any:
-    """Reshapes to the shape without some dimensions of size 1."""
-    squeezed = [int(d) for d in eqn.params["dimensions"]]
-    return reshape_to(ctx, eqn, x, tuple(n for d, n in enumerate(x.shape) if d not in squeezed))
-
-
 def reshape(ctx: Context, eqn: Any, x: Any) -> Any:
-    """Reshapes; the interpreter transposes before, where a reshape permutes."""
-    return reshape_to(ctx, eqn, x, eqn.params["new_sizes"])
+    """Reshapes, or squeezes; the interpreter transposes before, where a reshape permutes."""
+    return reshape_to(ctx, eqn, x, eqn.outvars[0].aval.shape)
 
 
 def reshape_to(ctx: Context, eqn: Any, x: Any, shape: tuple[int, ...]) -> Any:

@@ -121,11 +121,6 @@ def axes_of(groups: tuple[Group, ...]) -> Axes:
     return Axes(groups)
 
 
-def axes_of_value(x: Any) -> Axes:
-    """Returns the axes of a value, which may be no reshape."""
-    return axes_of(x.groups if type(x) is Reshaped else plain_groups(shape_of(x)))
-
-
 def equation(eqn: Any, primitive: Any, avals: Sequence[Any], out_shape: Any, params: Any) -> Any:
     """Returns an equation at the place of `eqn`, whose result has the dtype of its operands."""
     out = core.Var(jax.core.ShapedArray(tuple(out_shape), avals[0].dtype))

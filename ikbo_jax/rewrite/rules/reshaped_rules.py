@@ -6,10 +6,10 @@ from typing import Any
 
 from ikbo_jax.rewrite.interpret import Context, shape_of
 from ikbo_jax.rewrite.rules import elementwise, row_rules
+from ikbo_jax.rewrite.rules.batched import dims_of
 from ikbo_jax.rewrite.rules.reshaped_axes import (
     Axes,
     axes_of,
-    axes_of_value,
     flattened,
     run_before,
     to_shape_again,
@@ -184,9 +184,10 @@ def reshape_again(ctx: Context, eqn: Any, x: Reshaped) -> Any:
 
 def dot_general(ctx: Context, eqn: Any, lhs: Any, rhs: Any) -> Any:
     """Multiplies; a group is summed or a batch dimension of both operands, or is in one of them."""
-    (contract, batch), operands = eqn.params["dimension_numbers"], (lhs, rhs)
-    contract, batch = ([list(map(int, dims)) for dims in pair] for pair in (contract, batch))
-    axes = [axes_of_value(x) for x in operands]
+    (contract, batch), operands = dims_of(eqn), (lhs, rhs)
+    axes = [
+        axes_of(x.groups if type(x) is Reshaped else plain_groups(shape_of(x))) for x in operands
+    ]
     wanted = [_paired(axes, contract, batch, side) for side in (0, 1)]
     if all(map(is_split, operands)) and not wanted[1]:
         raise NotCovered("product of values that are looked up by different dimensions")

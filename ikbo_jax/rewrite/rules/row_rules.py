@@ -11,12 +11,7 @@ from ikbo_jax.rewrite.facts import proofs
 from ikbo_jax.rewrite.facts.known import known
 from ikbo_jax.rewrite.interpret import Context, at_shapes, shape_of
 from ikbo_jax.rewrite.rules import placing, positions, reselect
-from ikbo_jax.rewrite.rules.elementwise import (
-    at_user_batch,
-    common_lineage,
-    concat,
-    sliced,
-)
+from ikbo_jax.rewrite.rules.elementwise import at_user_batch, common_lineage, concat, sliced
 from ikbo_jax.rewrite.values import constraints, lineage
 from ikbo_jax.rewrite.values.lineage import Concat, Lazy
 from ikbo_jax.rewrite.values.registry import NotCovered

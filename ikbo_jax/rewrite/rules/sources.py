@@ -104,12 +104,15 @@ def _gather_rows_or_bind(
             axes = _single_rows(ctx, operand, indices, numbers)
         if len(axes) == 1 and axes[0] in numbers.start_index_map and sizes[axes[0]] == 1:
             (axis,) = axes
-            count, rows = shape_of(indices)[0], shape[axis]
+            count, users = shape_of(indices)[0], shape[axis]
             if lineage.has_lineage(operand) and operand.axis == axis:
                 # A shuffle of looked-up rows is a lookup again.
-                rows = operand.lineage.users
-            is_larger = lineage.is_at_least(count, rows + 1) and lineage.is_at_least(rows, 1)
-            if is_larger and _selects_features(ctx, operand, indices, axis):
+                users = operand.lineage.users
+            is_larger = lineage.is_at_least(count, users + 1) and lineage.is_at_least(users, 1)
+            of_features = lineage.is_plain(operand) and rows.selects_features(operand, axis)
+            if is_larger and of_features and proofs.is_fixed(ctx, indices):
+                # The program fixes which features of each row it takes, and XLA adds their
+                # gradients. Products before they are taken cost less, but their gradients more.
                 if ctx.differentiated:
                     return ctx.bind(eqn, operand, ctx.build(indices))
                 ctx.gradient_differs()
@@ -124,15 +127,6 @@ def _gather_rows_or_bind(
     if is_uniform and lineage.is_plain(operand) and not numbers.start_indices_batching_dims:
         return _gather_by_lazy_indices(ctx, eqn, operand, indices, out_shape)
     return ctx.bind(eqn, ctx.build(operand), ctx.build(indices))
-
-
-def _selects_features(ctx: Context, operand: Any, indices: Any, axis: int) -> bool:
-    """Whether a program fixes which features of each row it takes, and XLA adds their gradients.
-
-    Products of features before they are taken cost less, but their gradients cost more.
-    """
-    is_plain = lineage.is_plain(operand) and rows.selects_features(operand, axis)
-    return is_plain and proofs.is_fixed(ctx, indices)
 
 
 def _check_no_other_column_fills(ctx: Context, eqn: Any, indices: Any, looked_up: set[int]) -> None:
