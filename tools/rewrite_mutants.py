@@ -135,14 +135,14 @@ MUTANTS = (
     # Scores: softmax.
     Mutant(
         "stop_gradient accepted anywhere",
-        "attention/scores.py",
-        'if x.stage != "max":\n        raise NotCovered(f"attention is not recognised: stop',
-        'if x.stage is None:\n        raise NotCovered(f"attention is not recognised: stop',
+        "primitives.py",
+        '"stop_gradient": scores.kept_at("max"),',
+        '"stop_gradient": scores.kept,',
         decisions("stopped probabilities"),
     ),
     Mutant(
         "sum over another axis accepted",
-        "attention/scores.py",
+        "attention/score_axes.py",
         "if stage is None or kinds.count(KEY) != 1 or any(",
         "if stage is None or False and any(",
         decisions("softmax over a dimension of one"),
@@ -256,8 +256,8 @@ MUTANTS = (
     Mutant(
         "order of masked keys reversed",
         "attention/operands.py",
-        "order = jnp.argsort(~first, axis=1, stable=True)[:, :, None, None]",
-        "order = jnp.argsort(first, axis=1, stable=True)[:, :, None, None]",
+        "key, value = keys_first(first, self.key, self.value)",
+        "key, value = keys_first(~first, self.key, self.value)",
         decisions("order of keys"),
     ),
     Mutant(
@@ -354,15 +354,15 @@ MUTANTS = (
     Mutant(
         "a derivative shared by other functions",
         "calls/custom_jvp.py",
-        "key = (rule, *forms, ctx.derivatives,",
-        "key = (*forms, ctx.derivatives,",
+        "ctx.programs.once((rule, *key), prove)",
+        "ctx.programs.once(key, prove)",
         (f"{SHARED}::test_functions_with_other_derivatives[rows]",),
     ),
     Mutant(
         "a rule taken for elementwise because another function's is",
         "calls/custom_jvp.py",
-        "key = rule, eqn.invars[0].aval",
-        "key = (eqn.invars[0].aval,)",
+        "ctx.programs.once((rule, *key), prove)",
+        "ctx.programs.once(key if len(key) == 1 else (rule, *key), prove)",
         (
             "tests/rewrite/test_rewrite_seen.py"
             "::test_derivatives_hold_no_values_of_the_program_around_them",
@@ -371,8 +371,8 @@ MUTANTS = (
     Mutant(
         "a derivative shared by calls on values of other forms",
         "calls/custom_jvp.py",
-        "key = (rule, *forms, ctx.derivatives,",
-        "key = (rule, ctx.derivatives,",
+        "key = (*forms, ctx.derivatives, *avals,",
+        "key = (ctx.derivatives,",
         (f"{SHARED}::test_one_function_on_two_lookups_and_other_shapes[rows]",),
     ),
     Mutant(
