@@ -353,14 +353,14 @@ MUTANTS = (
     ),
     Mutant(
         "a derivative shared by other functions",
-        "calls/custom_jvp.py",
+        "calls/custom_derivatives.py",
         "ctx.programs.once((rule, *key), prove)",
         "ctx.programs.once(key, prove)",
         (f"{SHARED}::test_functions_with_other_derivatives[rows]",),
     ),
     Mutant(
         "a rule taken for elementwise because another function's is",
-        "calls/custom_jvp.py",
+        "calls/custom_derivatives.py",
         "ctx.programs.once((rule, *key), prove)",
         "ctx.programs.once(key if len(key) == 1 else (rule, *key), prove)",
         (
@@ -370,7 +370,7 @@ MUTANTS = (
     ),
     Mutant(
         "a derivative shared by calls on values of other forms",
-        "calls/custom_jvp.py",
+        "calls/custom_derivatives.py",
         "key = (*forms, ctx.derivatives, *avals,",
         "key = (ctx.derivatives,",
         (f"{SHARED}::test_one_function_on_two_lookups_and_other_shapes[rows]",),

@@ -8,7 +8,7 @@ kind run, from `MERGED`, `SPLIT` or `SCORES`. Rules that users register replace 
 from collections.abc import Callable
 
 from ikbo_jax.rewrite.attention import changed_weights, contraction, pairs, score_axes, scores
-from ikbo_jax.rewrite.calls import control_flow, custom_jvp, custom_vjp, jit, shard_map
+from ikbo_jax.rewrite.calls import control_flow, custom_derivatives, shard_map
 from ikbo_jax.rewrite.rules import (
     concatenation,
     elementwise,
@@ -64,11 +64,11 @@ LAZY: dict[str, Rule] = {
     # Calls of programs.
     "checkpoint": control_flow.checkpoint,
     "cond": control_flow.cond,
-    "custom_jvp_call": custom_jvp.custom_jvp,
-    "custom_vjp_call": custom_vjp.custom_vjp,
+    "custom_jvp_call": custom_derivatives.custom_jvp,
+    "custom_vjp_call": custom_derivatives.custom_vjp,
     "ikbo_rewritten": variants.rewritten,
     "ikbo_rows": variants.rows,
-    "jit": jit.jit,
+    "jit": control_flow.jit,
     "remat2": control_flow.checkpoint,
     "scan": control_flow.scan,
     "while": control_flow.while_,

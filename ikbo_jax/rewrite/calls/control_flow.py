@@ -1,4 +1,8 @@
-"""Rules of primitives that call jaxprs: checkpoint, scan, cond."""
+"""Rules of primitives that call jaxprs: jit, checkpoint, scan, while, cond.
+
+Models call one jitted function in every layer, and JAX traces it once. A function that is called
+several times on values of the same form is rewritten once, too (`sharing`).
+"""
 
 import functools
 from collections.abc import Iterator, Sequence
@@ -11,8 +15,9 @@ from jax.extend import core
 from ikbo_jax.rewrite.attention import blocks
 from ikbo_jax.rewrite.calls import loops, sharing
 from ikbo_jax.rewrite.interpret import Context
-from ikbo_jax.rewrite.report.log import Log
-from ikbo_jax.rewrite.values import hoisting, jaxprs
+from ikbo_jax.rewrite.report.recorder import Log
+from ikbo_jax.rewrite.values import constraints, hoisting, jaxprs
+from ikbo_jax.rewrite.values.equations import on_integers
 from ikbo_jax.rewrite.values.forms import form, inside_of, skeleton, unpack_all
 from ikbo_jax.rewrite.values.lineage import Concat, Lazy, is_plain, lazy
 from ikbo_jax.rewrite.values.registry import NotCovered
@@ -36,6 +41,57 @@ def _can_leave(value: Any, lineages: set[int]) -> bool:
     if not isinstance(value, Lazy):
         return is_plain(value)
     return value.lineage is None or id(value.lineage) in lineages
+
+
+#: A jitted function with at most this many equations is interpreted inline even on arrays:
+#: `jnp.where` and similar functions are jitted, and facts about indices and masks depend on their
+#: equations.
+_SMALL = 4
+
+
+def jit(ctx: Context, eqn: Any, *operands: Any) -> Any:
+    """Rewrites a jitted function, at this call or once for all calls."""
+    params = eqn.params
+    jaxpr, shardings = params["jaxpr"], (params["in_shardings"], params["out_shardings"])
+
+    def kind() -> tuple[bool, bool]:
+        small = len(jaxpr.eqns) <= _SMALL or on_integers(eqn)
+        names = {type(x).__name__ for xs in shardings for x in xs}
+        return small, bool(names - {"UnspecifiedValue"})
+
+    # Neither depends on the operands.
+    key = (id(jaxpr), *map(id, shardings))
+    is_small, is_sharded = ctx.programs.once(key, kind, (jaxpr, shardings))
+    stays = is_sharded or not is_small
+    if stays and all(map(is_plain, operands)) and ctx.programs.is_plain(jaxpr):
+        return ctx.bind(eqn, *operands)
+    if is_sharded:
+        return _sharded(ctx, eqn, operands)
+    inline = functools.partial(ctx.run_closed, jaxpr, operands, eqn)
+    if is_small:
+        return inline()
+    return sharing.call(ctx, eqn, operands, inline)
+
+
+def _sharded(ctx: Context, eqn: Any, operands: Sequence[Any]) -> list[Any]:
+    """Interprets a call that specifies shardings, which are constraints."""
+    jaxpr, params = eqn.params["jaxpr"], eqn.params
+    specified = (*params["in_shardings"], *params["out_shardings"])
+    others = {type(x).__name__ for x in specified} - {"UnspecifiedValue", "NamedSharding"}
+    if others or any(x is not None for x in (*params["in_layouts"], *params["out_layouts"])):
+        raise NotCovered("a jit that specifies layouts, or shardings without a mesh")
+
+    def placed(values: Sequence[Any], shardings: Any) -> list[Any]:
+        return list(map(one, values, shardings))
+
+    def one(x: Any, sharding: Any) -> Any:
+        if not isinstance(sharding, jax.sharding.NamedSharding):
+            return x
+        place = functools.partial(jax.lax.with_sharding_constraint, shardings=sharding)
+        return place(x) if is_plain(x) else constraints.constrained(ctx, x, sharding, place)
+
+    results = ctx.run_closed(jaxpr, placed(operands, params["in_shardings"]), eqn)
+    return placed(results, params["out_shardings"])
 
 
 def checkpoint(ctx: Context, eqn: Any, *operands: Any) -> Any:
@@ -80,8 +136,6 @@ def scan(ctx: Context, eqn: Any, *operands: Any) -> Any:
     end = n_consts + n_carry
     pieces = operands[:n_consts], operands[n_consts:end], operands[end:]
     consts, init, xs = map(list, pieces)
-    if plain and not any(map(hoisting.is_index, xs)):
-        return ctx.bind(eqn, *operands)
     if hoisted is not None:
         first, jaxpr = hoisted
         origins = frozenset({ctx.recorder.found(eqn, "values of every iteration", False)})

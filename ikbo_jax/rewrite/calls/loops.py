@@ -1,5 +1,6 @@
 """What the rules of loops share: carries that take another form, and work before the loop."""
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -82,6 +83,7 @@ def _keeps_types(program: core.Jaxpr, count: int) -> bool:
     )
 
 
+@dataclasses.dataclass(eq=False)
 class Retry(Exception):
     """Is raised while the body of a scan is traced if the scan must take other values.
 
@@ -90,10 +92,8 @@ class Retry(Exception):
       built: the identities of all values that were materialised.
     """
 
-    def __init__(self, returned: list[Any], built: set[int]) -> None:
-        super().__init__()
-        self.returned = returned
-        self.built = built
+    returned: list[Any]
+    built: set[int]
 
 
 def unstable(carry: list[Any], returned: list[Any]) -> list[int]:

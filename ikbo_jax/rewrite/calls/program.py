@@ -288,12 +288,7 @@ _LARGE_TABLES = 2
 
 
 def _interpreted(original: _Original, inputs: list[Any]) -> tuple[_Original, Recorder, Any]:
-    """Rewrites the program.
-
-    Returns:
-      What was rewritten; the recorder; and the program. If the rewriting raises, None, and the
-      reason in the report.
-    """
+    """Returns what was rewritten, the recorder, and the program: None if the rewriting raises."""
     recorder, program = original.recorder(), None
     try:
         program = original.rewritten(inputs, recorder, differentiated=False)

@@ -15,7 +15,7 @@ import numpy as np
 from jax.extend import core
 
 from ikbo_jax.rewrite.interpret import Context, shape_of
-from ikbo_jax.rewrite.report.log import Log
+from ikbo_jax.rewrite.report.recorder import Log
 from ikbo_jax.rewrite.values.dead_code import without_dead_code
 from ikbo_jax.rewrite.values.equations import identity
 from ikbo_jax.rewrite.values.forms import (
@@ -211,11 +211,9 @@ def _recorded(
 def _rewritten(
     ctx: Context, eqn: Any, operands: Sequence[Any], fixed: Sequence[bool], materialised: list[int]
 ) -> tuple[Rewritten | None, set[int]]:
-    """Rewrites the program of a call by itself.
+    """Rewrites the program of a call by itself; None if the call must be inline.
 
-    Returns:
-      The program; None if the call must be inline. And the positions of operands whose hidden
-      equations the rewriting asked for.
+    Also returns the positions of operands whose hidden equations the rewriting asked for.
     """
     program = eqn.params["jaxpr"]
     if any(_is_index(v.aval) and not _is_of_a_loop(program, v) for v in program.outvars):
@@ -268,10 +266,9 @@ def _is_index(aval: Any) -> bool:
 def _with_materialised(
     ctx: Context, eqn: Any, nodes: Nodes, fixed: Sequence[bool], materialised: list[int]
 ) -> tuple[Rewritten | None, set[int], list[int]]:
-    """Rewrites the program as if the caller materialised some values.
+    """Does what `_rewritten` does, as if the caller materialised some values.
 
-    Returns:
-      What `_rewritten` returns, and the positions of the values that the program materialises.
+    Also returns the positions of the values that the program materialises.
     """
     jaxpr, log = eqn.params["jaxpr"], Log()
     varying = [n for n, root in enumerate(nodes.roots) if not fixed[root]]

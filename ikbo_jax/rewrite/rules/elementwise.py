@@ -285,11 +285,10 @@ def by_part(
 def _is_candidate_batch(first: Concat, operands: Any) -> bool:
     """Whether every lazy part is combined with a value that differs between candidates."""
     values = [x for x in operands if type(x) is not Concat]
-    if not values:
-        return False
-    lazy_parts = [x for x in first.parts if not is_plain(x)]
     return all(
-        has_lineage(part) and any(carries(x, part.axis) for x in values) for part in lazy_parts
+        has_lineage(part) and any(carries(x, part.axis) for x in values)
+        for part in first.parts
+        if not is_plain(part)
     )
 
 

@@ -30,6 +30,12 @@ def columns(indices: Any) -> tuple[Any, ...]:
     return (indices,)
 
 
+def are_in_parts(indices: Any) -> bool:
+    """Whether index vectors are a concatenation with looked-up parts, or of concatenations."""
+    parts = indices.parts if isinstance(indices, Concat) else ()
+    return any(map(lineage.has_lineage, parts)) or Concat in map(type, parts)
+
+
 def are_looked_up(indices: Any) -> bool:
     """Whether index vectors hold looked-up positions, and their vectors are whole."""
     vector = len(shape_of(indices)) - 1
@@ -101,9 +107,7 @@ def along_whole_axis(ctx: Context, eqn: Any, indices: Any) -> tuple[Any, Any]:
 
     So does an index that is broadcast along features: in `take_along_axis`, whose features are a
     batching dimension, and in `x[index[:, None], arange(width)]`, where a column counts them.
-
-    Returns:
-      The equation and the index vectors without this axis; as they are if there is no such axis.
+    Returns the equation and the index vectors without this axis, or as they are if there is none.
     """
     numbers, sizes = eqn.params["dimension_numbers"], list(eqn.params["slice_sizes"])
     batched, batching = numbers.operand_batching_dims, numbers.start_indices_batching_dims

@@ -132,17 +132,13 @@ def concatenated(ctx: Any, parts: Sequence[Any], axis: int, shape: Any) -> Any:
     """Concatenates lookups along the looked-up axis, and rows that are all equal."""
     parts = [(ctx.scope.results((_FEW, id(x))) or [x])[0] for x in parts]
     parts = lineage.aligned(parts)
-    bases: list[Any] = []
-    slots = []
     for x in parts:
         constant = lineage.is_only_broadcast(x) and x.base.shape[axis] == 1
         if not constant and not (lineage.has_lineage(x) and x.axis == axis):
             raise NotCovered("concatenation along the looked-up axis")
-        same = [n for n, (base, _) in enumerate(bases) if base is x.base]
-        slots.append(same[0] if same else len(bases))
-        if not same:
-            bases.append((x.base, x.base.shape[axis]))
-    starts = np.cumsum([0, *(rows for _, rows in bases)]).tolist()
+    bases = list({id(x.base): x.base for x in parts}.values())
+    slots = [next(n for n, base in enumerate(bases) if base is x.base) for x in parts]
+    starts = np.cumsum([0, *(base.shape[axis] for base in bases)]).tolist()
     if not lineage.is_at_least(shape[axis], starts[-1] + 1):
         raise NotCovered("concatenation along the looked-up axis of more rows than results")
     sources = [x.lineage if x.lineage is not None else x.shape[axis] for x in parts]
@@ -163,8 +159,5 @@ def concatenated(ctx: Any, parts: Sequence[Any], axis: int, shape: Any) -> Any:
 
     nearest = [source.nearest if isinstance(source, Lineage) else None for source in sources]
     near = users(nearest, starts[1] - 2) if len(bases) == 1 and all(nearest) else None
-    base, found = (
-        lineage.joined([base for base, _ in bases], axis),
-        users(sources, starts[-1], near),
-    )
+    base, found = lineage.joined(bases, axis), users(sources, starts[-1], near)
     return Lazy(base, tuple(shape), found, axis, lineage.origins_of(*parts))

@@ -134,9 +134,8 @@ def scatter(ctx: Context, eqn: Any, x: Any, indices: Any, updates: Any) -> Any:
     removed = (*numbers.inserted_window_dims, *numbers.operand_batching_dims)
     kept = [d for d in range(len(shape_of(x))) if d not in removed]
     window = list(map(int, numbers.update_window_dims))
-    if not (is_split(x) or is_split(updates)) or isinstance(indices, Reshaped):
-        raise NotCovered(f"{eqn.primitive.name} at looked-up positions")
-    if numbers.operand_batching_dims:
+    is_same = not isinstance(indices, Reshaped) and not numbers.operand_batching_dims
+    if not is_same or not (is_split(x) or is_split(updates)):
         raise NotCovered(f"{eqn.primitive.name} at looked-up positions")
     if is_split(x):
         on = axes_of(x.groups)
@@ -163,11 +162,7 @@ def looks_up_by_dimensions(eqn: Any, operand: Any, indices: Any) -> bool:
     numbers = eqn.params["dimension_numbers"]
     if len(shape_of(indices)) < 3 or numbers.operand_batching_dims:
         return False
-    if not is_plain(indices) and not isinstance(indices, Concat):
-        return False
-    if isinstance(indices, Concat) and (
-        any(map(has_lineage, indices.parts)) or Concat in map(type, indices.parts)
-    ):
+    if not is_plain(indices) and type(indices) is not Concat or positions.are_in_parts(indices):
         return False
     if has_lineage(operand) and operand.axis not in numbers.start_index_map:
         return False

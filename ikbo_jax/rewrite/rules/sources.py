@@ -34,9 +34,7 @@ def gather(ctx: Context, eqn: Any, operand: Any, indices: Any) -> Any:
     ):
         operand, axis = _rows_of_table(ctx, eqn, operand, indices)
         return positions.gather(ctx, eqn, operand, indices, axis)
-    if isinstance(indices, Concat) and (
-        any(map(lineage.has_lineage, indices.parts)) or Concat in map(type, indices.parts)
-    ):
+    if positions.are_in_parts(indices):
         return _gather_by_parts(ctx, eqn, operand, indices, eqn.outvars[0].aval.shape)
     if isinstance(operand, Concat):
         return _gather_of_parts(ctx, eqn, operand, indices)
@@ -65,9 +63,8 @@ def look_up(ctx: Context, eqn: Any, user: Any, index: Any) -> Any:
 def _rows_of_table(ctx: Context, eqn: Any, table: Any, indices: Any) -> tuple[Any, int | None]:
     """Looks up users' tables, of which index vectors choose one row: `history[index, last[index]]`.
 
-    Returns:
-      The looked-up rows and their axis, if a column is the index by which the positions are looked
-      up; otherwise the table and None.
+    Returns the looked-up rows and their axis; the table and None if no column is the index by which
+    the positions are looked up.
     """
     numbers, batch = eqn.params["dimension_numbers"], shape_of(indices)[0]
     if not lineage.is_plain(table) or len(shape_of(indices)) != 2 or numbers.operand_batching_dims:

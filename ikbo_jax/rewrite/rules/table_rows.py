@@ -167,11 +167,7 @@ def _fill_row(eqn: Any, operand: Any, axis: int) -> jax.Array:
 
 
 def column_of(ctx: Context, indices: Any, column: int) -> tuple[Any, int]:
-    """Traces a column of gather indices back to the value that it comes from.
-
-    Returns:
-      A value of one dimension; or a value of two dimensions, and the column of it.
-    """
+    """Traces a column of gather indices back to a vector, or to a matrix and the column of it."""
     is_of_columns = isinstance(indices, Concat) and indices.axis == 1
     parts: Any = indices.parts if is_of_columns else None
     name, eqn, operands = ctx.made_by(indices)
