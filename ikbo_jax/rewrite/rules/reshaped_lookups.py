@@ -10,7 +10,6 @@ from ikbo_jax.rewrite.facts import proofs
 from ikbo_jax.rewrite.interpret import Context, at_shapes, shape_of
 from ikbo_jax.rewrite.rules import positions
 from ikbo_jax.rewrite.rules.reshaped_axes import (
-    Axes,
     again,
     axes_of,
     equation,
@@ -83,49 +82,41 @@ def _gather_split(ctx: Context, eqn: Any, operand: Any, indices: Any) -> Any:
     numbers, sizes = eqn.params["dimension_numbers"], eqn.params["slice_sizes"]
     shape, of_tables = eqn.outvars[0].aval.shape, list(map(int, numbers.operand_batching_dims))
     of_indices = list(map(int, numbers.start_indices_batching_dims))
-    on = on_indices = None
-    if is_split(operand):
-        on = axes_of(operand.groups)
-    elif of_tables:
-        on_indices = axes_of(indices.groups)
-        dims = [of_tables[_position(of_indices, d)] for d in on_indices.together]
-        on = on_indices.at(shape_of(operand), dims)
-    if on is not None and on.together.start in of_tables:
+    on, on_indices = (
+        axes_of(x.groups if is_split(x) else plain_groups(shape_of(x))) for x in (operand, indices)
+    )
+    if on.special and on.together.start in of_tables:
         dims = [of_indices[_position(of_tables, d)] for d in on.together]
         on_indices = on.at(shape_of(indices), dims)
-    elif on is not None:
-        whole = on.groups[on.numbers[on.together.start]].sizes
-        if is_split(indices) or tuple(sizes[on.together.start : on.together.stop]) != whole:
+    elif on.special:
+        whole = on.groups[on.special[0]].sizes
+        if on_indices.special or tuple(sizes[on.together.start : on.together.stop]) != whole:
             raise NotCovered("lookup along dimensions that look rows up together")
         removed = (*numbers.collapsed_slice_dims, *of_tables)
         kept = [d for d in range(len(sizes)) if d not in removed]
         out = on.at(shape, [numbers.offset_dims[kept.index(d)] for d in on.together])
-    else:
-        on_indices = axes_of(indices.groups)
-    if on_indices is not None:
+    elif of_tables:
+        dims = [of_tables[_position(of_indices, d)] for d in on_indices.together]
+        on = on_indices.at(shape_of(operand), dims)
+    if on_indices.special:
         batch = [d for d in range(len(shape)) if d not in numbers.offset_dims]
         out = on_indices.at(shape, [batch[d] for d in on_indices.together])
         indices = flattened(ctx, eqn, indices, on_indices)
-    params: dict[str, Any] = {}
-    if on is not None:
-        pairs = zip(on.dims, on.groups, strict=True)
-        params["slice_sizes"] = tuple(
-            sizes[dims.start] if x.is_plain or dims.start in of_tables else x.before[0]
-            for dims, x in pairs
-        )
+    if on.special:
         operand = flattened(ctx, eqn, operand, on)
-
-    def before(axes: Axes | None, dims: Any) -> tuple[int, ...]:
-        return tuple(dims) if axes is None else axes.before(dims)
-
-    params["dimension_numbers"] = numbers._replace(
-        offset_dims=out.before(numbers.offset_dims),
-        collapsed_slice_dims=before(on, numbers.collapsed_slice_dims),
-        start_index_map=before(on, numbers.start_index_map),
-        operand_batching_dims=before(on, of_tables),
-        start_indices_batching_dims=before(on_indices, of_indices),
+    sizes = tuple(
+        sizes[dims.start] if x.is_plain or dims.start in of_tables else x.before[0]
+        for dims, x in zip(on.dims, on.groups, strict=True)
     )
-    return run_before(ctx, eqn, [operand, indices], out, **params)
+    numbers = numbers._replace(
+        offset_dims=out.before(numbers.offset_dims),
+        collapsed_slice_dims=on.before(numbers.collapsed_slice_dims),
+        start_index_map=on.before(numbers.start_index_map),
+        operand_batching_dims=on.before(of_tables),
+        start_indices_batching_dims=on_indices.before(of_indices),
+    )
+    given = {"dimension_numbers": numbers, "slice_sizes": sizes}
+    return run_before(ctx, eqn, [operand, indices], out, **given)
 
 
 def scatter(ctx: Context, eqn: Any, x: Any, indices: Any, updates: Any) -> Any:
@@ -145,7 +136,7 @@ def scatter(ctx: Context, eqn: Any, x: Any, indices: Any, updates: Any) -> Any:
         of_updates = axes_of(updates.groups)
         dims = [kept[_position(window, d)] for d in of_updates.together]
         on = of_updates.at(shape_of(x), dims)
-    whole = on.groups[on.numbers[on.together.start]].sizes
+    whole = on.groups[on.special[0]].sizes
     if shape_of(updates)[of_updates.together.start : of_updates.together.stop] != whole:
         raise NotCovered(f"{eqn.primitive.name} along dimensions that look rows up together")
     numbers = numbers._replace(
