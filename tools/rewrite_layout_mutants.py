@@ -163,7 +163,7 @@ LAYOUT_MUTANTS = (
     ),
     Mutant(
         "rows that do not vary among devices",
-        "calls/shard_map.py",
+        "calls/devices.py",
         "        if names:\n",
         "        if False:\n",
         ("tests/rewrite/test_rewrite_sharded.py::test_shard_map[of_rows-shifted-True]",),

@@ -8,15 +8,13 @@ kind run, from `MERGED`, `SPLIT` or `SCORES`. Rules that users register replace 
 from collections.abc import Callable
 
 from ikbo_jax.rewrite.attention import changed_weights, contraction, pairs, score_axes, scores
-from ikbo_jax.rewrite.calls import control_flow, custom_derivatives, shard_map
+from ikbo_jax.rewrite.calls import control_flow, custom_derivatives, devices
 from ikbo_jax.rewrite.rules import (
     concatenation,
     elementwise,
     one_hot,
     reshape,
-    reshaped_lookups,
     reshaped_rules,
-    resharding,
     row_rules,
     sources,
     variants,
@@ -58,8 +56,8 @@ LAZY: dict[str, Rule] = {
     # Division over devices.
     # That a value differs between devices from now on is a fact of types, for every row.
     "pvary": elementwise.elementwise,
-    "reshard": resharding.reshard,
-    "shard_map": shard_map.shard_map,
+    "reshard": devices.reshard,
+    "shard_map": devices.shard_map,
     "sharding_constraint": row_rules.sharding_constraint,
     # Calls of programs.
     "checkpoint": control_flow.checkpoint,
@@ -96,7 +94,7 @@ RESHAPED: dict[str, Rule] = {
     **dict.fromkeys(elementwise.REDUCTIONS, reshaped_rules.reduction),
     "broadcast_in_dim": reshaped_rules.broadcast,
     "dot_general": reshaped_rules.dot_general,
-    "gather": reshaped_lookups.gather,
+    "gather": reshaped_rules.gather,
     "reshape": reshaped_rules.reshape_again,
     "squeeze": reshaped_rules.reshape_again,
     "transpose": reshaped_rules.transpose,
@@ -109,7 +107,7 @@ SPLIT: dict[str, Rule] = RESHAPED | {
     **dict.fromkeys(("optimization_barrier", "rev", "sort", "split"), reshaped_rules.in_place),
     "dynamic_slice": reshaped_rules.dynamic_slice,
     **dict.fromkeys(("pad", "slice"), reshaped_rules.dimension_wise),
-    **dict.fromkeys(SCATTERS, reshaped_lookups.scatter),
+    **dict.fromkeys(SCATTERS, reshaped_rules.scatter),
     "scan": control_flow.scan,
     "stack": reshaped_rules.stack,
     "unstack": reshaped_rules.unstack,

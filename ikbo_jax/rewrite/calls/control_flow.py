@@ -5,6 +5,7 @@ several times on values of the same form is rewritten once, too (`sharing`).
 """
 
 import functools
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -24,13 +25,15 @@ from ikbo_jax.rewrite.values.registry import NotCovered
 from ikbo_jax.rewrite.values.reshaped import is_split, reshaped
 
 
-def exported(inner: Context, values: Sequence[Any], outer: Context) -> list[Any]:
-    """Returns the results of an inner program; materialises values with lineages of its scope."""
-    lineages = outer.scope.lineages()
-    reason = "result of an inner function"
-    return [
-        value if _can_leave(value, lineages) else inner.materialise(None, value, reason)
-        for value in values
+def _inside(
+    ctx: Context, program: Any, values: Sequence[Any], eqn: Any = None, log: Log | None = None
+) -> tuple[Context, list[Any]]:
+    """Interprets a program in a scope of its own, whose lineages its results do not have."""
+    inner = ctx.inner(log)
+    found = inner.run_closed(program, values, eqn)
+    lineages, reason = ctx.scope.lineages(), "result of an inner function"
+    return inner, [
+        x if _can_leave(x, lineages) else inner.materialise(None, x, reason) for x in found
     ]
 
 
@@ -114,9 +117,7 @@ def _checkpointed(ctx: Context, eqn: Any, operands: Sequence[Any]) -> list[Any]:
     def body() -> Any:
         # Facts about operands, such as masks, depend on the objects: the body closes over them, and
         # their arrays become operands again.
-        inner = ctx.inner()
-        results = exported(inner, inner.run_closed(jaxpr, operands, eqn), ctx)
-        out, out_pack = unpack_all(results)
+        out, out_pack = unpack_all(_inside(ctx, jaxpr, operands, eqn)[1])
         packs.append(out_pack)
         return out
 
@@ -128,10 +129,8 @@ def _checkpointed(ctx: Context, eqn: Any, operands: Sequence[Any]) -> list[Any]:
 
 def scan(ctx: Context, eqn: Any, *operands: Any) -> Any:
     """Rewrites a scan, whose carries keep one form in all iterations."""
-    params = eqn.params
-    jaxpr = params["jaxpr"]
-    n_consts, n_carry = hoisting.scan_counts(params)
-    hoisted = hoisting.split(jaxpr, n_consts, params["length"])
+    jaxpr, (n_consts, n_carry) = eqn.params["jaxpr"], hoisting.scan_counts(eqn.params)
+    hoisted = hoisting.split(jaxpr, n_consts, eqn.params["length"])
     plain = all(map(is_plain, operands)) and ctx.programs.is_plain(jaxpr) and hoisted is None
     end = n_consts + n_carry
     pieces = operands[:n_consts], operands[n_consts:end], operands[end:]
@@ -176,10 +175,9 @@ def _scanned(
     last: list[tuple[Log, list[Any]]] = []
 
     def body(arrays: Any, slices: Any) -> Any:
-        log = Log()
-        inner, rest = ctx.inner(log), iter(slices)
+        log, rest = Log(), iter(slices)
         values = [*consts, *pack(arrays), *(_packed_slice(x, rest) for x in xs)]
-        results = exported(inner, inner.run_closed(jaxpr, values), ctx)
+        inner, results = _inside(ctx, jaxpr, values, log=log)
         built = inner.scope.built()
         if loops.unstable(carry, results) or any(id(x) in built for x in consts[:n_consts]):
             raise loops.Retry(list(map(skeleton, results[:count])), built)
@@ -239,8 +237,7 @@ def while_(ctx: Context, eqn: Any, *operands: Any) -> Any:
         raise NotCovered("a while loop under vmap, whose rows end by themselves")
 
     def step(carry: list[Any]) -> tuple[Context, list[Any]]:
-        inner = ctx.inner()
-        return inner, exported(inner, inner.run_closed(body, [*of_body, *carry], eqn), ctx)
+        return _inside(ctx, body, [*of_body, *carry], eqn)
 
     while True:
         arrays, pack = unpack_all(carry)
@@ -275,19 +272,15 @@ def cond(ctx: Context, eqn: Any, index: Any, *operands: Any) -> Any:
         return ctx.bind(eqn, index, *operands)
     index = ctx.materialise(eqn, index, "decides which branch runs")
 
-    def results(branch: Any) -> tuple[Context, list[Any]]:
-        inner = ctx.inner()
-        return inner, exported(inner, inner.run_closed(branch, operands, eqn), ctx)
+    def forms_of(branch: Any) -> list[Any]:
+        return list(map(form, _inside(ctx, branch, operands, eqn)[1]))
 
-    forms = [
-        loops.trial(ctx, lambda branch=branch: list(map(form, results(branch)[1])))
-        for branch in branches
-    ]
+    forms = [loops.trial(ctx, functools.partial(forms_of, branch)) for branch in branches]
     agree = [all(form == column[0] for form in column) for column in zip(*forms, strict=True)]
     packs: list[Any] = []
 
     def run(branch: Any) -> Any:
-        inner, values = results(branch)
+        inner, values = _inside(ctx, branch, operands, eqn)
         reason = "the branches of a cond return it in different forms"
         values = [
             v if same else inner.materialise(eqn, v, reason)
@@ -313,13 +306,12 @@ def _of_platforms(eqn: Any, index: Any, programs: Sequence[core.Jaxpr]) -> list[
     if any(x.out_avals != programs[0].out_avals for x in programs):
         raise NotCovered("platform_dependent whose branches return other types")
     consts = [x for program in programs for x in program.consts]
-    branches, start = [], 0
-    for program in programs:
+    starts = itertools.accumulate([len(x.consts) for x in programs], initial=0)
+    branches = []
+    for program, start in zip(programs, starts, strict=False):
         invars = [core.Var(jax.typeof(x)) for x in consts]
-        stop = start + len(program.consts)
-        invars[start:stop] = program.constvars
+        invars[start : start + len(program.consts)] = program.constvars
         branches.append(program.replace(constvars=[], invars=invars))
-        start = stop
     params = {**eqn.params, "branches": tuple(branches)}
     results: list[Any] = eqn.primitive.bind(index, *consts, **params)
     return results

@@ -57,9 +57,8 @@ def custom_jvp(ctx: Context, eqn: Any, *operands: Any) -> Any:
         prove = functools.partial(_jvp_rule, ctx, eqn, operands, results)
         rule = _once(ctx, eqn, key, prove)
     if must_be_proven and rule is None:
-        reason = "custom_jvp whose derivative does not work row by row"
         if ctx.differentiated:
-            raise NotCovered(reason)
+            raise NotCovered("custom_jvp whose derivative does not work row by row")
         ctx.gradient_differs()
         return ctx.run_closed(params["call_jaxpr"], operands, eqn)
     _, pack_results = unpack_all(results)
@@ -95,8 +94,7 @@ def _jvp_rule(
     same rows (see `proven`).
     """
     jaxpr, consts, zeros = curves.jvp_rule(eqn)
-    nonzero = [x for x, zero in zip(results, zeros, strict=True) if not zero]
-    like = [*results, *nonzero]
+    like = [*results, *(x for x, zero in zip(results, zeros, strict=True) if not zero)]
     arrays, pack = unpack_all(operands)
 
     def run(*both: Any) -> list[Any]:

@@ -144,10 +144,8 @@ def rows_before(
     first, rest = split
 
     def every(*values: Any) -> list[Any]:
-        def one(*rows: Any) -> list[Any]:
-            return evaluate(first, [*values[: len(consts)], *rows], first.consts)
-
-        results: list[Any] = jax.vmap(one)(*values[len(consts) :])
+        shared, of_rows = values[: len(consts)], values[len(consts) :]
+        results: list[Any] = jax.vmap(lambda *rows: evaluate(first, [*shared, *rows]))(*of_rows)
         return results
 
     operands = [*consts, *(xs[n] for n in chosen)]

@@ -15,7 +15,7 @@ import numpy as np
 from jax.extend import core
 
 from ikbo_jax.rewrite.interpret import Context, shape_of
-from ikbo_jax.rewrite.report.recorder import Log
+from ikbo_jax.rewrite.report.recorder import Broadcast, Log
 from ikbo_jax.rewrite.values.dead_code import without_dead_code
 from ikbo_jax.rewrite.values.equations import identity
 from ikbo_jax.rewrite.values.forms import (
@@ -81,7 +81,7 @@ class Rewritten:
       consts: the arrays that it closes over.
       inputs: positions of the arrays and lookups whose arrays or bases it takes.
       materialised: positions of the values that it also takes materialised.
-      stand_ins: positions of lookups, each with the stand-in for the lookup's origins.
+      stand_ins: by position of a lookup, the stand-in for the lookup's origins.
       results: its results.
       log: the events to record at each call.
     """
@@ -90,7 +90,7 @@ class Rewritten:
     consts: list[Any]
     inputs: list[int]
     materialised: list[int]
-    stand_ins: list[tuple[int, Any]]
+    stand_ins: dict[int, Any]
     results: list[Result]
     log: Log
 
@@ -194,7 +194,7 @@ def _recorded(
     ctx: Context, eqn: Any, nodes: Sequence[Any], program: Rewritten
 ) -> Callable[[frozenset], frozenset]:
     """Records a call of a rewritten program; says which broadcasts stand-ins in it stand for."""
-    origins = {stand_in: nodes[n].origins for n, stand_in in program.stand_ins}
+    origins = {stand_in: nodes[n].origins for n, stand_in in program.stand_ins.items()}
     for stand_in, found in origins.items():
         if stand_in in ctx.programs.divisions:
             # The program has a sharding constraint on this operand, or on what it computes from it.
@@ -273,7 +273,7 @@ def _with_materialised(
     jaxpr, log = eqn.params["jaxpr"], Log()
     varying = [n for n, root in enumerate(nodes.roots) if not fixed[root]]
     inputs = [n for n in varying if not nodes.inside[n]]
-    stand_ins = {n: log.stand_in() for n in inputs if origins_of(nodes.values[n])}
+    stand_ins = {n: Broadcast("", "", False) for n in inputs if origins_of(nodes.values[n])}
     # What is found out while the program is traced: its results, None if it creates lineages; the
     # positions of the operands whose hidden equations it asked for, and of the values that it
     # materialises. Nothing of it holds arrays of this trace.
@@ -336,8 +336,8 @@ def _with_materialised(
         return None, asked, []
     closed, consts = with_constants_last(traced), traced.consts
     counts = {"in": len(closed.invars), "out": len(closed.outvars)}
-    params, origins = call_params(eqn.params, closed, counts), list(stand_ins.items())
-    return Rewritten(params, consts, inputs, materialised, origins, results, log), asked, built
+    params = call_params(eqn.params, closed, counts)
+    return Rewritten(params, consts, inputs, materialised, stand_ins, results, log), asked, built
 
 
 def _described(

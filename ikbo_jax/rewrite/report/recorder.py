@@ -234,13 +234,11 @@ class _Call:
     equation: Any
     replaced: dict[Any, frozenset]
     materialise: Any
+    _origins_of: dict[frozenset, frozenset] = dataclasses.field(default_factory=dict)
 
-    def __post_init__(self) -> None:
-        self._origins_of: dict[frozenset, frozenset] = {}
-
-    def place(self, line: str | None) -> Any:
-        """Returns the line of an event, or the equation that calls if the event has no line."""
-        return self.equation if line is None else line
+    def place(self, line: str) -> Any:
+        """Returns the line of an event, or the equation that calls if the line is unknown."""
+        return self.equation if line == UNKNOWN else line
 
     def origins(self, stand_ins: frozenset) -> frozenset:
         """Returns the broadcasts that a value stems from in this call, by its stand-ins."""
@@ -253,7 +251,7 @@ class _Call:
 class Log(Recorder):
     """Keeps all events of a rewritten program, to replay them at each of its calls.
 
-    While the program is rewritten, a stand-in (`stand_in`) represents the broadcasts that an
+    While the program is rewritten, a `Broadcast` without texts stands in for the broadcasts that an
     operand stems from.
 
     Attributes:
@@ -267,14 +265,6 @@ class Log(Recorder):
         self._key: Any = None
         # The last events of `saved`, since equal ones are one event.
         self._saved: set[Any] = set()
-
-    def stand_in(self) -> Broadcast:
-        return Broadcast("", "", False)
-
-    def line(self, eqn: Any) -> Any:
-        """Returns the model's line that an equation stems from; None if it is unknown."""
-        line = super().line(eqn)
-        return None if line == UNKNOWN else line
 
     def found(self, eqn: Any, what: str, certain: bool) -> Broadcast:
         line, key, stand_in = self.line(eqn), self._key, Broadcast("", what, certain)
@@ -300,7 +290,7 @@ class Log(Recorder):
         self._saved = set()
 
     def saved(self, eqn: Any, origins: frozenset, became: str, product: bool) -> None:
-        line = self.line(eqn) if product else None
+        line = self.line(eqn) if product else UNKNOWN
         key = (line, origins, became, product)
 
         def event(call: _Call) -> None:

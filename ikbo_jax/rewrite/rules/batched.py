@@ -78,9 +78,8 @@ def _repeated(x: jax.Array, other: jax.Array, own: list[str], others: list[str])
         return x
     # With Explicit mesh axes, it would have to be sharded like the other operand.
     is_sharded = any(jax.typeof(other).sharding.spec)
-    if is_sharded or not lineage.is_at_least(other.size, math.prod(shape)):
-        return x
-    return lineage.spread(x, tuple(shape))
+    fits = not is_sharded and lineage.is_at_least(other.size, math.prod(shape))
+    return lineage.spread(x, tuple(shape)) if fits else x
 
 
 def dims_of(eqn: Any) -> Any:

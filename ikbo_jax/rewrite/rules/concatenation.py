@@ -131,8 +131,7 @@ def unstack(ctx: Context, eqn: Any, x: Any) -> Any:
     if not isinstance(x, Lazy) or x.axis == axis:
         raise NotCovered("unstack of the looked-up axis, or of a concatenation")
     pieces = (slice_along(x, n, n + 1, axis) for n in range(x.shape[axis]))
-    shape = tuple(eqn.outvars[0].aval.shape)
-    return [reshape.reshape_to(ctx, eqn, piece, shape) for piece in pieces]
+    return [reshape.reshape_to(ctx, eqn, piece, eqn.outvars[0].aval.shape) for piece in pieces]
 
 
 def concatenated_bases(parts: Any, axis: int) -> Any:

@@ -316,8 +316,7 @@ def reduction(ctx: Context, eqn: Any, x: Any) -> Any:
         return ctx.bind(eqn, x)
     if x.axis in axes:
         raise NotCovered(f"{eqn.primitive.name} over the looked-up axis")
-    x = spread_axes(x, axes)
-    base = ctx.bind(eqn, x.base)
+    base = ctx.bind(eqn, spread_axes(x, axes).base)
     shape = tuple(n for d, n in enumerate(x.shape) if d not in axes)
     axis = x.axis - sum(a < x.axis for a in axes)
     return at_user_batch(ctx, eqn, base, x.lineage, axis, x.origins, shape)

@@ -74,7 +74,8 @@ def gather_of_candidates(ctx: Context, eqn: Any, operand: Lazy, indices: Any) ->
     """
     numbers = eqn.params["dimension_numbers"]
     axis, batching = operand.axis, list(numbers.operand_batching_dims)
-    dim = int(numbers.start_indices_batching_dims[batching.index(axis)])
+    of_indices = numbers.start_indices_batching_dims
+    dim = int(of_indices[batching.index(axis)])
     assert operand.lineage is not None
     indices = ctx.build(indices)
     if not np.issubdtype(indices.dtype, np.signedinteger):
@@ -83,12 +84,11 @@ def gather_of_candidates(ctx: Context, eqn: Any, operand: Lazy, indices: Any) ->
         raise NotCovered("gather at positions of fewer bits than users")
     column = lax.convert_element_type(operand.lineage.index, indices.dtype)
     column = lax.broadcast_in_dim(column, (*indices.shape[:-1], 1), (dim,))
-    kept = [n for n, d in enumerate(batching) if d != axis]
     numbers = numbers._replace(
         collapsed_slice_dims=tuple(sorted((*numbers.collapsed_slice_dims, axis))),
         start_index_map=(axis, *numbers.start_index_map),
-        operand_batching_dims=tuple(batching[n] for n in kept),
-        start_indices_batching_dims=tuple(numbers.start_indices_batching_dims[n] for n in kept),
+        operand_batching_dims=tuple(a for a in batching if a != axis),
+        start_indices_batching_dims=tuple(d for d in of_indices if d != dim),
     )
     operand = lineage.spread_axes(operand, range(len(operand.shape)))
     ctx.recorder.saved(eqn, operand.origins, "lookup of pairs", True)

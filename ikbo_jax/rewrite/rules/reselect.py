@@ -76,7 +76,6 @@ def without_unused(operand: Any, fine: Lineage, axis: int) -> Any:
     batch. If the result is infinity or NaN, as for a norm of padding, its gradient of 0 would turn
     the gradient of every weight into NaN.
     """
-
     users = fine.users
 
     def is_used(index: jax.Array) -> jax.Array:

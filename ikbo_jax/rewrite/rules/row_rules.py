@@ -159,7 +159,14 @@ def dynamic_slice(ctx: Context, eqn: Any, x: Any, *starts: Any) -> Any:
     if not all(map(lineage.is_plain, starts)) or lineage.is_plain(x):
         raise NotCovered("dynamic_slice at positions that are looked up")
     if isinstance(x, Concat):
-        return _slice_at_constants(ctx, x, sizes, starts)
+        begins = []
+        for start, size, full in zip(starts, sizes, x.shape, strict=True):
+            number = known(ctx, start) if size != full else 0
+            if number is None:
+                where = "at positions that are not constant"
+                raise NotCovered(f"dynamic_slice of a concatenation {where}")
+            begins.append(placing.clamped(ctx, number, full - size))
+        return sliced(ctx, x, begins, [b + n for b, n in zip(begins, sizes, strict=True)])
     if lineage.has_lineage(x) and sizes[x.axis] != x.shape[x.axis]:
         axis, size = x.axis, sizes[x.axis]
 
@@ -177,16 +184,6 @@ def dynamic_slice(ctx: Context, eqn: Any, x: Any, *starts: Any) -> Any:
     # A start along an axis that is taken whole is clamped to 0.
     base = ctx.bind(eqn, x.base, *starts, slice_sizes=tuple(sizes))
     return lineage.lazy(base, eqn.outvars[0].aval.shape, x.lineage, x.axis, x.origins)
-
-
-def _slice_at_constants(ctx: Context, x: Concat, sizes: list[int], starts: Any) -> Any:
-    begins = []
-    for start, size, full in zip(starts, sizes, x.shape, strict=True):
-        number = known(ctx, start) if size != full else 0
-        if number is None:
-            raise NotCovered("dynamic_slice of a concatenation at positions that are not constant")
-        begins.append(placing.clamped(ctx, number, full - size))
-    return sliced(ctx, x, begins, [b + n for b, n in zip(begins, sizes, strict=True)])
 
 
 def dynamic_update_slice(ctx: Context, eqn: Any, x: Any, update: Any, *starts: Any) -> Any:

@@ -21,7 +21,7 @@ from ikbo_jax.rewrite.values.equations import op_plan
 from ikbo_jax.rewrite.values.jaxprs import inner_programs
 from ikbo_jax.rewrite.values.kept_dims import RULES, kept_dims
 
-_CALLS, _JVP = ("checkpoint", "jit", "remat2"), "custom_jvp_call"
+_CALLS = ("checkpoint", "jit", "remat2")
 
 
 class RowsAreRead(Exception):
@@ -116,16 +116,11 @@ class _Walk:
             if any(x != _Rows(numbers[1], 0, 1) for x in found):
                 raise RowsAreRead
             after = [_Rows(numbers[1], 0, 1) if marker == "unread_rows" else None]
-        elif (
-            name in _CALLS
-            and op_plan(eqn) is None
-            or name == _JVP
-            and (
-                # The function's derivative may mix rows.
-                not found or any_shape.is_elementwise_jvp(eqn)
-            )
-        ):
-            return self.program(eqn.params["call_jaxpr" if name == _JVP else "jaxpr"], operands)
+        elif name in _CALLS and op_plan(eqn) is None:
+            return self.program(eqn.params["jaxpr"], operands)
+        elif name == "custom_jvp_call" and (not found or any_shape.is_elementwise_jvp(eqn)):
+            # The derivative of another function may mix rows.
+            return self.program(eqn.params["call_jaxpr"], operands)
         elif found and (name in ELEMENTWISE or name in RULES):
             after = [_after(eqn, v, rows) for v in eqn.outvars]
         elif found or any(map(_marks, inner_programs(eqn))):

@@ -74,8 +74,7 @@ def with_checks_of(
 ) -> jax.Array:
     """Computes integers by `run(*arrays)`; `checkify` checks `checked(*arrays)` instead."""
     program = trace(lambda *arrays: [run(*arrays)], arrays)
-    like = [jax.typeof(x) for x in arrays]
-    original = functools.partial(trace, lambda *arrays: [checked(*arrays)], like)
+    original = functools.partial(trace, lambda *arrays: [checked(*arrays)], program.in_avals)
     return bind(program, Exact(lambda: program, original), arrays)[0]
 
 
