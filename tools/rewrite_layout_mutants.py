@@ -85,7 +85,7 @@ LAYOUT_MUTANTS = (
     ),
     Mutant(
         "a pointwise block dropped that is not 0",
-        "attention/block_functions.py",
+        "attention/pointwise.py",
         "is_zero = found is not None and activations.vanishes(found)",
         "is_zero = found is not None",
         blocks("other_functions_than_the_softmax", "where_silu"),

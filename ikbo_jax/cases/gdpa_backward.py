@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ from ikbo_jax.cases import case, gdpa
 from ikbo_jax.cases.error_rule import UNTUNED, Check
 from ikbo_jax.cases.gdpa import APPROX_ERRORS
 from ikbo_jax.ops.gdpa_backward import kernel_vjp
-from ikbo_jax.problems import GdpaBackwardProblem, GdpaBackwardTuning, GdpaProblem
+from ikbo_jax.problems import GdpaBackwardConfig, GdpaBackwardProblem, GdpaProblem
 from ikbo_jax.reference import gdpa_chunked, gdpa_chunked_vjp
 from ikbo_jax.reference.gdpa import Arrays, Settings, materialised
 
@@ -55,21 +55,15 @@ class Case(case.Case):
     def xla_path(self) -> Callable[..., Gradients]:
         return lambda *inputs: _by_xla(Inputs(*inputs), self.forward.settings)
 
-    def kernel(self, config: GdpaBackwardTuning, num_sms: int) -> Callable[..., Gradients]:
+    def kernel(self, config: GdpaBackwardConfig, num_sms: int) -> Callable[..., Gradients]:
         """Returns the kernels, including their tile lists."""
-        options: dict[str, Any] = {
-            "query_config": config.query,
-            "key_config": config.key,
-            "num_sms": num_sms,
-        }
-
-        def gradients(
-            arrays: Arrays, d_out: jax.Array, out: jax.Array | None, lse: jax.Array | None
-        ) -> Gradients:
-            settings = self.forward.settings
-            return kernel_vjp(Arrays(*arrays), settings, d_out, out=out, lse=lse, **options)
-
-        return gradients
+        return lambda arrays, d_out, out, lse: kernel_vjp(
+            *(Arrays(*arrays), self.forward.settings, d_out),
+            out=out,
+            lse=lse,
+            config=config,
+            num_sms=num_sms,
+        )
 
     def check(self, actual: Gradients, inputs: Inputs) -> Check:
         """Compares gradients with the XLA path, and with the oracle for some sequences.

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from ikbo_jax.ops import dispatch
-from ikbo_jax.problems import GdpaBackwardProblem, GdpaBackwardTuning, GdpaProblem
+from ikbo_jax.problems import GdpaBackwardConfig, GdpaBackwardProblem, GdpaProblem
 from ikbo_jax.problems import gdpa_backward as configs
 from ikbo_jax.problems.gdpa import group_rows
 from ikbo_jax.problems.hopper import TILE_ROWS, WGMMA_M
@@ -20,7 +20,7 @@ MAX_PARTS = 8
 
 def choose(
     request: dispatch.Request, problem: GdpaProblem
-) -> tuple[GdpaBackwardTuning | None, str]:
+) -> tuple[GdpaBackwardConfig | None, str]:
     """Returns the configuration of the gradient's kernels, or None for XLA; and the reason."""
     backward = GdpaBackwardProblem.of(problem)
     return dispatch.gradient_config(request, backward, configs.illegal_reason(problem))
@@ -32,16 +32,15 @@ def kernel_vjp(
     d_out: jax.Array,
     *,
     num_sms: int,
-    out: jax.Array | None = None,
-    lse: jax.Array | None = None,
-    query_config: configs.GdpaBackwardConfig | None = None,
-    key_config: configs.GdpaBackwardConfig | None = None,
+    out: Any = None,
+    lse: Any = None,
+    config: GdpaBackwardConfig | None = None,
     dtype: Any = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Pulls a cotangent of the result back to query, key and value, like `chunked_vjp`.
 
-    `out` and `lse`, [rows of out, N] f32, are needed with a softmax. None takes default
-    configurations, which must be legal (`problems.gdpa_backward.illegal_reason`); with stored
+    `out` and `lse`, [rows of out, N] f32, are needed with a softmax. None takes the default
+    configuration, which must be legal (`problems.gdpa_backward.illegal_reason`); with stored
     gradients of scores, the kernel for d_query has `STORED_CONFIG`.
 
     Returns:
@@ -51,27 +50,27 @@ def kernel_vjp(
     """
     # Imported here because a machine without a GPU never needs it.
     from ikbo_jax.pallas.gdpa_backward import kernels, masked, softmax
+    from ikbo_jax.pallas.hopper import mosaic
     from ikbo_jax.pallas.worklist import by_xla, works
     from ikbo_jax.pallas.worklist.lists import Offsets, WorkSettings
 
     query, key, value = arrays[:3]
-    query_config = query_config or configs.default_config(query.shape[-1])
-    key_config = key_config or configs.default_config(query.shape[-1])
+    config = config or configs.default_config(query.shape[-1])
     parts = _parts(arrays, settings, num_sms)
-    list_works = by_xla.works if by_xla.is_preferred() else works.works
+    # The interpreter would list tiles thread by thread.
+    list_works = by_xla.works if mosaic.is_interpreted() else works.works
     has_softmax, has_mask = SOFTMAX in settings.activations, arrays.intervals is not None
     stored = _stored_rows(arrays, settings) if has_mask else 0
-    if stored:
-        query_config = configs.STORED_CONFIG
     work_settings = WorkSettings(
-        query_config.block,
-        key_config.block,
+        config.block,
+        config.block,
         group=query.shape[1] // key.shape[1],
         has_statistics=has_softmax or has_mask,
         parts=parts,
     )
     offsets = Offsets.of(arrays, settings)
-    work, masks = list_works(offsets, work_settings), None
+    work: Any = list_works(offsets, work_settings)
+    masks: Any = None
     if arrays.intervals is not None:
         _, heads, width = query.shape
         rows_of_groups = (
@@ -83,10 +82,7 @@ def kernel_vjp(
         )
     of_rows = None
     if has_softmax:
-        assert work.blocks is not None
-        assert out is not None
-        assert lse is not None
-        blocks: dict[str, Any] = {"output_scale": settings.output_scale, "block": key_config.block}
+        blocks: dict[str, Any] = {"output_scale": settings.output_scale, "block": config.block}
         of_rows = softmax.statistics_of(work.blocks, out, lse, d_out, **blocks)
     options: dict[str, Any] = {
         "settings": settings._replace(approx=one_by_one(settings.approx)),
@@ -96,15 +92,14 @@ def kernel_vjp(
     }
     of_keys = options | {"stored_rows": stored}
     d_key, d_value, *d_scores = _d_key_value(
-        arrays, work.keys, d_out, parts, key_config, out_dtype=dtype, options=of_keys
+        arrays, work.keys, d_out, parts, config, out_dtype=dtype, options=of_keys
     )
     if stored:
-        assert masks is not None
         options["masks"] = masks._replace(d_scores=d_scores[0])
     (d_query,) = kernels.gradient_kernel(
         *(query, key, value, d_out, work.queries),
         is_for_keys=False,
-        config=query_config,
+        config=configs.STORED_CONFIG if stored else config,
         out_dtype=jnp.float32 if settings.broadcast_q else None,
         **options,
     )
@@ -161,7 +156,7 @@ def _d_key_value(
     work: Any,
     d_out: jax.Array,
     parts: int,
-    config: configs.GdpaBackwardConfig,
+    config: GdpaBackwardConfig,
     *,
     out_dtype: Any,
     options: dict[str, Any],

@@ -11,7 +11,6 @@ from ikbo_jax.problems.gdpa import GdpaConfig, GdpaProblem
 from ikbo_jax.problems.gdpa_backward import (
     GdpaBackwardConfig,
     GdpaBackwardProblem,
-    GdpaBackwardTuning,
 )
 from ikbo_jax.problems.linear_compression import LinearCompressionConfig, LinearCompressionProblem
 from ikbo_jax.problems.linear_compression_backward import (
@@ -46,7 +45,6 @@ __all__ = [
     "FewQueriesConfig",
     "GdpaBackwardConfig",
     "GdpaBackwardProblem",
-    "GdpaBackwardTuning",
     "GdpaConfig",
     "GdpaProblem",
     "LinearCompressionBackwardProblem",

@@ -10,10 +10,9 @@ from ikbo_jax.problems.gdpa_sizes import SOFTMAX, GdpaSizes
 from ikbo_jax.problems.hopper import BLOCK_K, NUM_CONSUMERS, TILE_ROWS, WGMMA_M
 from ikbo_jax.problems.problem import Config, Ranked, by_rule
 
-#: Largest `block` by head width (width 96 is padded to 128 in shared memory): for the kernel with
-#: two results (d_key, d_value), and with one (d_query). With larger blocks accumulators and scores
-#: exceed a consumer thread's 240 registers.
-MAX_BLOCKS = {64: (96, 128), 96: (64, 96), 128: (64, 96)}
+#: Largest `block` by head width (width 96 is padded to 128 in shared memory). With larger blocks
+#: two accumulators (d_key, d_value) and scores exceed a consumer thread's 240 registers.
+MAX_BLOCKS = {64: 96, 96: 64, 128: 64}
 HEAD_DIMS = tuple(MAX_BLOCKS)
 #: Where the kernel for keys spills with a cap: with these activations, 16 to 48 bytes of a thread;
 #: with several activations, 80 bytes.
@@ -31,9 +30,8 @@ STATISTICS = 2
 #: Copies of statistics take a multiple of this number of words: 128 bytes, to which TMA aligns its
 #: destination, and which Mosaic GPU's copies are a multiple of.
 COPY_WORDS = 32
-#: Blocks and stages that the tuner tries, and most steps from the default of both kernels together.
-BLOCKS, STAGES = (64, 96, 128, 80, 48, 32), (3, 4, 2, 6)
-MAX_STEPS = 4
+#: Blocks and stages that the tuner tries.
+BLOCKS, STAGES = (64, 96, 80, 48, 32), (3, 4, 2, 6)
 #: Most bytes of gradients of scores that are stored, as for attention.
 MAX_STORED_BYTES = 17 * 2**28
 #: Gradients of scores are stored if rows see so many keys in the mean. Of ten sizes with 128 to
@@ -62,8 +60,8 @@ class Packing(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class GdpaBackwardConfig:
-    """Tuning parameters of one backward kernel.
+class GdpaBackwardConfig(Config):
+    """Tuning parameters of both backward kernels.
 
     Attributes:
       block: rows of each of the two operands in a pipeline stage; a multiple of 16.
@@ -73,7 +71,7 @@ class GdpaBackwardConfig:
 
     block: int = 64
     stages: int = 3
-    packs_statistics: bool = dataclasses.field(default=True, repr=False)
+    packs_statistics: ClassVar[bool] = True
 
     def packing(self, num_results: int, has_mask: bool = False) -> Packing:
         """Lays out the words of a softmax's kernel with `num_results` results.
@@ -128,33 +126,26 @@ class GdpaBackwardConfig:
             statistics_free=statistics_free,
         )
 
-    def smem_bytes(
-        self, head_dim: int, softmax_results: int | None = None, has_mask: bool = False
-    ) -> int:
-        return memory.smem_bytes(self.shared(head_dim, softmax_results, has_mask))
-
-    def illegal_reason(
-        self,
-        dtype: str,
-        head_dim: int,
-        *,
-        num_results: int,
-        has_softmax: bool = False,
-        has_mask: bool = False,
-    ) -> str | None:
-        """Says why the kernel with `num_results` results cannot run; None if it can."""
-        if reason := hopper.why_not_dtype(dtype):
-            return reason
-        if reason := hopper.why_not_head_dim(head_dim, HEAD_DIMS, "backward kernels take"):
-            return reason
-        widest = MAX_BLOCKS[head_dim][0 if num_results == 2 else 1]
-        operands = f"scores and {num_results} accumulators"
-        if reason := hopper.why_not_block("block", self.block, widest, head_dim, operands):
-            return reason
-        if self.stages < 2:
-            return f"stages must be at least 2, but is {self.stages}"
-        smem_bytes = self.smem_bytes(head_dim, num_results if has_softmax else None, has_mask)
-        return hopper.why_not_smem(self, smem_bytes, head_dim)
+    @hopper.first_reason
+    def illegal_reason(self, problem: GdpaSizes) -> Iterator[str | None]:
+        yield _why_not_capped(problem)
+        has_softmax, head_dim = SOFTMAX in problem.activations, problem.head_dim
+        if has_softmax and set(problem.activations) != {SOFTMAX}:
+            yield "the backward kernels support softmax in all heads or in none"
+        if not problem.q_rows or not problem.kv_rows or not problem.batch:
+            yield "the backward kernels need a query, a key and a sequence"
+        if problem.mask and self.block != WGMMA_M:
+            yield f"a mask needs a block of {WGMMA_M}, but it is {self.block}"
+        yield hopper.why_not_dtype(problem.dtype)
+        yield hopper.why_not_head_dim(head_dim, HEAD_DIMS, "backward kernels take")
+        widest, operands = MAX_BLOCKS[head_dim], "scores and 2 accumulators"
+        yield hopper.why_not_block("block", self.block, widest, head_dim, operands)
+        yield hopper.why_too_few(self, stages=2)
+        shared = [
+            self.shared(head_dim, results if has_softmax else None, bool(problem.mask))
+            for results in (1, 2)
+        ]
+        yield hopper.why_not_smem(self, max(map(memory.smem_bytes, shared)), head_dim)
 
 
 #: Of the kernel that multiplies stored gradients of scores by keys.
@@ -162,53 +153,13 @@ STORED_CONFIG = GdpaBackwardConfig(64, 5)
 
 
 def default_config(head_dim: int) -> GdpaBackwardConfig:
-    """Returns the configuration of both kernels; nothing else was measured."""
+    """Returns the configuration of both kernels; every measurement has chosen it."""
     return GdpaBackwardConfig(64, 6 if head_dim <= BLOCK_K else 3)
 
 
 def illegal_reason(problem: GdpaSizes) -> str | None:
     """Says why the kernels cannot compute a problem's gradients; None if they can."""
-    return _default_tuning(problem.head_dim).illegal_reason(problem)
-
-
-@dataclasses.dataclass(frozen=True)
-class GdpaBackwardTuning(Config):
-    """What the dispatch table says about the gradient: both kernels, as one flat row.
-
-    `query_` values are `GdpaBackwardConfig`'s of the kernel for d_query, the others of the other's.
-    """
-
-    query_block: int = 64
-    query_stages: int = 3
-    key_block: int = 64
-    key_stages: int = 3
-
-    @property
-    def query(self) -> GdpaBackwardConfig:
-        return GdpaBackwardConfig(self.query_block, self.query_stages)
-
-    @property
-    def key(self) -> GdpaBackwardConfig:
-        return GdpaBackwardConfig(self.key_block, self.key_stages)
-
-    def illegal_reason(self, problem: GdpaSizes) -> str | None:
-        if reason := _why_not_capped(problem):
-            return reason
-        has_softmax = SOFTMAX in problem.activations
-        if has_softmax and set(problem.activations) != {SOFTMAX}:
-            return "the backward kernels support softmax in all heads or in none"
-        if not problem.q_rows or not problem.kv_rows or not problem.batch:
-            return "the backward kernels need a query, a key and a sequence"
-        if problem.mask and (self.key_block != WGMMA_M or self.query_block > WGMMA_M):
-            return (
-                f"a mask needs key_block={WGMMA_M} and a query_block of at most {WGMMA_M}, "
-                f"but they are {self.key_block} and {self.query_block}"
-            )
-        sizes = problem.dtype, problem.head_dim
-        kinds: dict[str, Any] = {"has_softmax": has_softmax, "has_mask": bool(problem.mask)}
-        return self.query.illegal_reason(*sizes, num_results=1, **kinds) or self.key.illegal_reason(
-            *sizes, num_results=2, **kinds
-        )
+    return default_config(problem.head_dim).illegal_reason(problem)
 
 
 def _why_not_capped(problem: GdpaSizes) -> str | None:
@@ -225,31 +176,19 @@ def _why_not_capped(problem: GdpaSizes) -> str | None:
     return None
 
 
-def _default_tuning(head_dim: int) -> GdpaBackwardTuning:
-    config = default_config(head_dim)
-    return GdpaBackwardTuning(config.block, config.stages, config.block, config.stages)
-
-
 @dataclasses.dataclass(frozen=True)
 class GdpaBackwardProblem(GdpaSizes):
     """Sizes of the gradient of a generalised dot-product attention."""
 
     op: ClassVar[str] = "gdpa_backward"
-    config_type: ClassVar[type] = GdpaBackwardTuning
+    config_type: ClassVar[type] = GdpaBackwardConfig
 
     def useful_flops(self, pairs: int) -> int:
         """Counts five products for the two of the forward pass."""
         return 5 * super().useful_flops(pairs) // 2
 
     def rank(self) -> Iterator[Ranked]:
-        """Yields the configurations worth timing, each kernel's beside the other's default."""
-        default = default_config(self.head_dim)
-        plain = itertools.starmap(GdpaBackwardConfig, itertools.product(BLOCKS, STAGES))
-        configs = list(enumerate(dict.fromkeys((default, *plain))))
-        steps = {
-            GdpaBackwardTuning(query.block, query.stages, key.block, key.stages): i + j
-            for (i, query), (j, key) in itertools.product(configs, repeat=2)
-            if i + j <= MAX_STEPS or not i or not j
-        }
-        tunings = sorted(steps, key=steps.__getitem__)
-        return by_rule(x for x in tunings if x.illegal_reason(self) is None)
+        """Yields the configurations worth timing."""
+        others = itertools.starmap(GdpaBackwardConfig, itertools.product(BLOCKS, STAGES))
+        configs = dict.fromkeys((default_config(self.head_dim), *others))
+        return by_rule(x for x in configs if x.illegal_reason(self) is None)

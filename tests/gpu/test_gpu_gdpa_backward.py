@@ -160,7 +160,7 @@ def test_gradients_of_every_width(head_dim, dtype, activation):
 @pytest.mark.parametrize("block", [16, 32, 48, 64])
 def test_gradients_of_every_block(block, activation):
     config = GdpaBackwardConfig(block, 3)
-    check_shape(SHAPES["self"], activation, query_config=config, key_config=config)
+    check_shape(SHAPES["self"], activation, config=config)
 
 
 @pytest.mark.parametrize("factor", [-1.0, 40.0, 1e3])

@@ -16,7 +16,7 @@ from test_gpu_gdpa_backward import residuals
 
 from ikbo_jax.ops import dispatch, gdpa_mask
 from ikbo_jax.ops import gdpa_backward as op
-from ikbo_jax.problems import GdpaBackwardConfig, GdpaConfig
+from ikbo_jax.problems import GdpaConfig
 from ikbo_jax.problems import gdpa_backward as configs
 from ikbo_jax.reference import gdpa_chunked_vjp
 from ikbo_jax.reference.gdpa import Arrays
@@ -111,14 +111,12 @@ def test_masks_soak() -> None:
 # Gradients.
 
 
-def check_gradients(shape, case, activation, dtype="bfloat16", **options) -> None:
+def check_gradients(shape, case, activation, dtype="bfloat16") -> None:
     arrays = problems_gdpa.make_arrays(shape, dtype)
     settings = problems_gdpa.make_settings(shape, activation)
     d_out = problems_gdpa.cotangent(arrays, settings)
     masked = gdpa_mask.with_intervals(case.mask, arrays, settings)
-    kernels = functools.partial(
-        op.kernel_vjp, settings=settings, num_sms=dispatch.num_sms(), **options
-    )
+    kernels = functools.partial(op.kernel_vjp, settings=settings, num_sms=dispatch.num_sms())
 
     @jax.jit
     def run(arrays: Any, d_out: jax.Array, out: Any, lse: Any) -> Any:
@@ -156,10 +154,3 @@ def test_gradients_of_stored_gradients_of_scores(name, shape, activation, monkey
     for head_dim in (64, 96, 128):
         sizes = SHAPES[shape]._replace(head_dim=head_dim)
         check_gradients(sizes, problems_masks.cases(sizes)[name], activation)
-
-
-@pytest.mark.parametrize("activation", ["silu", "softmax"])
-@pytest.mark.parametrize("block", [16, 32, 48])
-def test_gradients_of_every_block_of_keys(block: int, activation: str) -> None:
-    case = problems_masks.hstu_case((60, 1, 0, 40, 64, 300, 5, 9), 3, window=50, full_tail=20)
-    check_gradients(SELF, case, activation, query_config=GdpaBackwardConfig(block, 3))

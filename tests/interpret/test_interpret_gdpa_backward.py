@@ -198,8 +198,7 @@ def gradients(arrays: Arrays, case: Case, rule: Any = None) -> tuple[jax.Array, 
             out=out,
             lse=lse,
             num_sms=case.num_sms,
-            query_config=case.config,
-            key_config=case.config,
+            config=case.config,
             dtype="float32" if case.is_wide else None,
         )
 

@@ -50,6 +50,13 @@ class Case:
         return 2 if self.is_for_keys else 1
 
     @property
+    def problem(self) -> GdpaBackwardProblem:
+        """Without the cap: of some cases, only the other kernel spills with one."""
+        sizes = (BATCH, BATCH, ROWS, ROWS, len(self.activations), self.kv_heads, self.head_dim)
+        rest = (self.dtype, self.activations, self.approx, False, None, None)
+        return GdpaBackwardProblem(*sizes, *rest, mask="causal" if self.has_mask else "")
+
+    @property
     def has_softmax(self) -> bool:
         return "softmax" in self.activations
 
@@ -115,7 +122,7 @@ CASES = {
     "keys_gelu": Case(True, activations=("gelu",) * 4),
     "keys_wide": Case(True, is_wide=True),
     "keys_mixed_f16": Case(True, activations=MIXED, kv_heads=2, dtype="float16"),
-    "queries_mixed_wide_block": Case(False, activations=MIXED, kv_heads=2, config=Config(96, 2)),
+    "queries_mixed_block_48": Case(False, activations=MIXED, kv_heads=2, config=Config(48, 2)),
     "queries_broadcast_h64": Case(False, 64, approx="tanh", is_wide=True),
     "keys_softmax": Case(True, activations=SOFTMAX),
     "keys_softmax_h64_wide": Case(True, 64, activations=SOFTMAX, is_wide=True),
@@ -127,7 +134,7 @@ CASES = {
     "queries_softmax_h64_f16": Case(False, 64, activations=SOFTMAX, dtype="float16"),
     "queries_softmax_h96_wide": Case(False, 96, activations=SOFTMAX, is_wide=True),
     # Blocks that only the tuner proposes.
-    "queries_h64_widest": Case(False, 64, config=Config(128, 3)),
+    "queries_h64_widest": Case(False, 64, config=Config(96, 3)),
     "keys_h64_widest": Case(True, 64, config=Config(96, 4)),
     "keys_h64_softmax_block_80": Case(True, 64, activations=SOFTMAX, config=Config(80, 4)),
     "queries_narrow": Case(False, config=Config(32, 6)),
@@ -178,8 +185,8 @@ def table_cases() -> dict[str, Case]:
         if row.config is not None and isinstance(problem, GdpaBackwardProblem):
             heads = problem.activations * (problem.q_heads // len(problem.activations))
             sizes = (problem.head_dim, heads, problem.approx, problem.kv_heads, problem.dtype)
-            found[f"row{number}:queries"] = Case(False, *sizes, config=row.config.query)
-            found[f"row{number}:keys"] = Case(True, *sizes, config=row.config.key)
+            found[f"row{number}:queries"] = Case(False, *sizes, config=row.config)
+            found[f"row{number}:keys"] = Case(True, *sizes, config=row.config)
     return found
 
 
@@ -190,19 +197,8 @@ CASES |= table_cases()
 @pytest.mark.parametrize("name", CASES)
 def test_offline_gdpa_backward_kernel_is_fit(name: str, compiler: offline.Compiler) -> None:
     case = CASES[name]
-    is_stored = case.stored_rows > 0 and not case.is_for_keys
-    reason = (
-        None
-        if is_stored
-        else case.chosen.illegal_reason(
-            case.dtype,
-            case.head_dim,
-            num_results=case.num_results,
-            has_softmax=case.has_softmax,
-            has_mask=case.has_mask,
-        )
-    )
-    assert reason is None
+    if case.stored_rows == 0 or case.is_for_keys:
+        assert case.chosen.illegal_reason(case.problem) is None
     (compiled,) = compiler.compile_fit(*case.launch())
     assert compiled.smem_bytes == case.smem_bytes
 

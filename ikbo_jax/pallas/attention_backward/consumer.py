@@ -1,5 +1,6 @@
 """A consumer warpgroup of the attention backward kernel: 64 keys of every tile of its CTA."""
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -25,7 +26,7 @@ from ikbo_jax.pallas.attention_backward.context import (
     BackwardContext,
     receive_items,
 )
-from ikbo_jax.pallas.hopper import mma, mosaic, operand_tiles, stores, turns
+from ikbo_jax.pallas.hopper import mma, mosaic, turns
 from ikbo_jax.pallas.hopper.visible import Visible
 from ikbo_jax.problems.attention_backward import BLOCK_KV, D_SCORES_BUFFERS
 from ikbo_jax.problems.hopper import NUM_CONSUMERS, WGMMA_K, WGMMA_M
@@ -46,10 +47,6 @@ def _visible_keys(ctx: BackwardContext, item: Any) -> Visible:
     return Visible(WGMMA_M, jnp.clip(keys, 0, WGMMA_M))
 
 
-def _visible_queries(ctx: BackwardContext, item: Any, block: Any) -> Visible:
-    return Visible.in_block(ctx.shared.items.word(item, ROWS), block, ctx.config.block_q)
-
-
 def _receive_tile(ctx: BackwardContext, item: Any) -> None:
     """Waits for keys and values, and zeroes those past the user's length, which may be NaN."""
     ctx.shared.keys_values.await_ready(item)
@@ -63,53 +60,33 @@ def _receive_tile(ctx: BackwardContext, item: Any) -> None:
         plgpu.commit_smem()
 
 
-def _receive_block(ctx: BackwardContext, item: Any, block: Any, step: Any) -> None:
-    """Waits for a block; zeroes the rows past the user's last, which belong to other users."""
-    if ctx.has_halves:
-        _receive_half(ctx, item, block, step, QUERY)
-        return
-    shared = ctx.shared
-    stage = shared.queries.slot(step)
-    shared.queries.await_ready(step)
-    visible = _visible_queries(ctx, item, block)
+def _receive(ctx: BackwardContext, item: Any, block: Any, step: Any, operand: int = QUERY) -> None:
+    """Waits for a block; zeroes the rows past the user's last, which belong to other users.
 
-    @pl.when(visible.is_partial)
-    def _() -> None:
-        # Each consumer zeroes one operand.
-        consumer = mosaic.warpgroup_index()
-        tiles = shared.queries.tiles[0].at[stage, consumer]
-        visible.zero_rest(tiles)
-        for number, fill in enumerate(FILLS):
-
-            @pl.when(consumer == number)
-            def _(number: int = number, fill: float = fill) -> None:
-                statistics = shared.statistics.at[stage, number]
-                store.fill_from(statistics, visible.end, fill)
-
-        plgpu.commit_smem()
-        turns.synchronise_consumers()
-
-
-def _receive_half(ctx: BackwardContext, item: Any, block: Any, step: Any, operand: int) -> None:
-    """Like `_receive_block`, for queries and lse, or for d_out and delta, of a block."""
-    ring = ctx.shared.queries
+    With `has_halves`, it is a half: queries and lse, or d_out and delta.
+    """
+    ring, statistics = ctx.shared.queries, ctx.shared.statistics
     number = ctx.query_slot(step, operand)
+    stage = None if ctx.has_halves else ring.slot(number)
     ring.await_ready(number)
-    visible = _visible_queries(ctx, item, block)
+    visible = Visible.in_block(ctx.shared.items.word(item, ROWS), block, ctx.config.block_q)
+
+    def fill_half() -> None:
+        store.fill_from(ctx.half_statistics(step, operand), visible.end, FILLS[operand])
+
+    def zero(consumer: Any) -> None:
+        if ctx.has_halves:
+            pl.when(consumer == 0)(lambda: visible.zero_rest(ring.matrix(number)))
+            pl.when(consumer == 1)(fill_half)
+            return
+        visible.zero_rest(ring.tiles[0].at[stage, consumer])  # each consumer one operand
+        for i, x in enumerate(FILLS):
+            fill = functools.partial(store.fill_from, statistics.at[stage, i], visible.end, x)
+            pl.when(consumer == i)(fill)
 
     @pl.when(visible.is_partial)
     def _() -> None:
-        consumer = mosaic.warpgroup_index()
-
-        @pl.when(consumer == 0)
-        def _() -> None:
-            visible.zero_rest(ring.matrix(number))
-
-        @pl.when(consumer == 1)
-        def _() -> None:
-            statistics = ctx.half_statistics(step, operand)
-            store.fill_from(statistics, visible.end, FILLS[operand])
-
+        zero(mosaic.warpgroup_index())
         plgpu.commit_smem()
         turns.synchronise_consumers()
 
@@ -230,40 +207,40 @@ def _block(
     mma.wait(0)
     scores = mma.after_wait(scores)
     if ctx.has_halves:
-        _receive_half(ctx, item, block, step, D_OUT)
+        _receive(ctx, item, block, step, D_OUT)
     d_weights = _issue_scores(ctx, item, step, D_OUT)
     weights, slope = _weights_and_slopes(ctx, item, scores, step)
     sums[-1] = add(sums[-1], weights.astype(dtype), D_OUT)
     if ctx.has_halves:
         shared.queries.release(ctx.query_slot(step, QUERY))
     d_query: list[jax.Array] = []
-    overlaps = not ctx.has_d_query and ctx.config.block_q <= MAX_OVERLAPPED_BLOCK_Q
+    overlaps = not ctx.config.has_d_query and ctx.config.block_q <= MAX_OVERLAPPED_BLOCK_Q
     mma.wait(int(overlaps))
     if not overlaps:
         sums[-1] = mma.after_wait(sums[-1])
     d_weights = mma.after_wait(d_weights)
     d_scores = (slope * (d_weights - _statistic(ctx, step, DELTA))).astype(dtype)
-    if ctx.stores_d_scores:
+    if ctx.config.stores_d_scores:
         # TMA has read the buffer, which held the block before the last one.
         plgpu.wait_smem_to_gmem(D_SCORES_BUFFERS - 1, wait_read_only=True)
-    if ctx.has_d_query or ctx.stores_d_scores:
+    if ctx.config.has_d_query or ctx.config.stores_d_scores:
         tile = _d_scores_tile(ctx, step, 0)
         store.stage_transposed(tile, d_scores)
-    if ctx.has_d_query:
+    if ctx.config.has_d_query:
         plgpu.commit_smem()
     if ctx.shape.has_key:
         sums[0] = add(sums[0], d_scores, QUERY)
-    if ctx.has_d_query:
+    if ctx.config.has_d_query:
         turns.synchronise_consumers()
         d_query = [_issue_d_query(ctx, item, step)]
     # After the last block, its scores are computed once more, in vain (of d_out, where another
     # item's queries may replace its own).
     is_last = block + 1 == blocks
     next_step = jnp.where(is_last, step, step + 1)
-    pl.when(~is_last)(lambda: _receive_block(ctx, item, block + 1, step + 1))
+    pl.when(~is_last)(lambda: _receive(ctx, item, block + 1, step + 1))
     half = is_last.astype(jnp.int32) if ctx.has_halves else None
     scores = _issue_scores(ctx, item, next_step, QUERY, half)
-    if ctx.stores_d_scores:
+    if ctx.config.stores_d_scores:
         _store_d_scores(ctx, item, block, step)
     mma.wait(1)
     sums, d_query = ([mma.after_wait(x) for x in found] for found in (sums, d_query))
@@ -279,7 +256,7 @@ def _zeros(ctx: BackwardContext) -> list[jax.Array]:
 
 def _tile(ctx: BackwardContext, item: Any, blocks: Any, first_step: Any) -> None:
     _receive_tile(ctx, item)
-    _receive_block(ctx, item, jnp.int32(0), first_step)
+    _receive(ctx, item, jnp.int32(0), first_step)
     scores = _issue_scores(ctx, item, first_step, QUERY)
     zeros = _zeros(ctx)
 
@@ -297,34 +274,14 @@ def _tile(ctx: BackwardContext, item: Any, blocks: Any, first_step: Any) -> None
 
 def _store(ctx: BackwardContext, item: Any, sums: Sequence[jax.Array]) -> None:
     """Stores the sums of `ctx.sums` for 64 keys, staged in place of operands; frees the slot."""
-    shape, shared = ctx.shape, ctx.shared
-    consumer = mosaic.warpgroup_index()
-    slot = ctx.shared.keys_values.slot(mosaic.opaque(item))
+    shared, consumer = ctx.shared, mosaic.warpgroup_index()
+    slot = shared.keys_values.slot(mosaic.opaque(item))
     part, head, tile = (shared.items.words[slot, i] for i in (PART, HEAD, TILE))
     first = tile * BLOCK_KV + consumer * WGMMA_M
-    if ctx.sums[0].dtype == jnp.float32:
-        rows = jnp.clip(shape.kv_len - first, 0, WGMMA_M)
-        place = (part * shape.kv_len + first, head, jnp.int32(0), rows)
-        for target, total in zip(ctx.sums, sums, strict=True):
-            stores.store_rows(target, total, *place)
-        plgpu.barrier_arrive(shared.keys_values.free.at[slot])
-        return
-    for operand, total in enumerate(sums):
-        rows = total.astype(ctx.operands.key.dtype)
-        tiles = shared.keys_values.tiles[0].at[slot, operand, consumer]
-        # One call for all blocks compiles to other code, without spills too; neither was timed.
-        for i, columns in enumerate(operand_tiles.column_blocks(rows, shape.column_blocks)):
-            view = tiles.at[pl.ds(i, 1)]
-            operand_tiles.stage_rows(view, columns, reads_late=True)
-    plgpu.commit_smem()
-
-    @pl.when(first < shape.kv_len)
-    def _() -> None:
-        for operand, target in enumerate(ctx.sums):
-            tiles = shared.keys_values.tiles[1].at[slot, operand, consumer]
-            ctx.store(tiles, target, (part, pl.ds(first, WGMMA_M), head))
-
-    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    views = [[x.at[slot, i, consumer] for x in shared.keys_values.tiles] for i in range(len(sums))]
+    products.store_keys(ctx, [*zip(ctx.sums, sums, views, strict=True)], part, head, first)
+    if ctx.sums[0].dtype != jnp.float32:
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     plgpu.barrier_arrive(shared.keys_values.free.at[slot])
 
 
@@ -351,6 +308,6 @@ def consume(ctx: BackwardContext) -> None:
 
     item = receive_items(ctx, one_tile)
     shared.keys_values.release(item)  # the slot of the end
-    if ctx.has_d_query:
+    if ctx.config.has_d_query:
         _send_end(ctx)
     plgpu.wait_smem_to_gmem(0, wait_read_only=False)

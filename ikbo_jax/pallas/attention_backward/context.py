@@ -8,9 +8,16 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+from ikbo_jax.pallas.hopper import mosaic
 from ikbo_jax.pallas.hopper.launch import WarpgroupContext
 from ikbo_jax.pallas.hopper.row_order import RowOrder
-from ikbo_jax.problems.attention_backward import MAX_BOTH_SUMS, has_halves
+from ikbo_jax.pallas.worklist.numbering import Sizes
+from ikbo_jax.problems.attention_backward import (
+    BLOCK_KV,
+    MAX_BOTH_SUMS,
+    has_halves,
+    most_blocks,
+)
 from ikbo_jax.problems.hopper import BLOCK_K
 
 #: Words of an item's descriptor in shared memory: number of query blocks (negative: no more items),
@@ -24,44 +31,65 @@ PART_TILE, PART_PLANE, PART_ROW = range(3)
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """Static description of a launch.
+    """Static description of a launch, which computes gradients of `kv_len` keys of every user.
 
-    Attributes:
-      rows: query rows of a key head: B * T * N / K.
-      kv_len: keys whose gradients the launch computes, from `first_key` on, a multiple of a tile's.
-      blocks: the largest number of query blocks of a key head.
-      splits: parts of a user's rows.
+    They are the keys from `first_key` on, a multiple of a tile's keys.
     """
 
-    rows: int
-    q_len: int
-    group: int
-    users: int
+    sizes: Sizes
     kv_len: int
     kv_heads: int
     head_dim: int
-    kv_tiles: int
-    blocks: int
-    splits: int
+    num_sms: int
     scale: float
     logit_cap: float | None = None
-    workers: int = 1
     first_key: int = 0
 
     @property
+    def keys(self) -> tuple[int, int, int, int]:
+        """[U, keys, K, H], the shape of gradients of keys and values."""
+        return self.sizes.users, self.kv_len, self.kv_heads, self.head_dim
+
+    @property
+    def kv_tiles(self) -> int:
+        return pl.cdiv(self.kv_len, BLOCK_KV)
+
+    @property
     def items(self) -> int:
-        return self.users * self.splits * self.kv_heads * self.kv_tiles
+        return self.sizes.users * self.sizes.splits * self.kv_heads * self.kv_tiles
+
+    @property
+    def workers(self) -> int:
+        """CTAs of a launch that takes the items by a counter."""
+        return 1 if mosaic.is_interpreted() else min(self.num_sms, self.items)
+
+    @property
+    def query_workers(self) -> int:
+        """CTAs of a launch that computes d_query alone, which have fixed shares of the tiles."""
+        return min(self.num_sms, self.sizes.most_tiles * self.kv_heads)
+
+    @property
+    def blocks(self) -> int:
+        """The largest number of query blocks of a key head."""
+        sizes = self.sizes
+        return most_blocks(sizes.batch, sizes.users, sizes.per_candidate, sizes.block_q)
+
+    @property
+    def targets(self) -> int:
+        """Rows of a plane of `Outputs.d_query`."""
+        return self.blocks * self.sizes.block_q
 
     @property
     def d_query(self) -> tuple[int, int, int]:
         """[B * T, N, H], the shape of d_query where a launch computes it alone."""
-        return self.rows // self.group, self.kv_heads * self.group, self.head_dim
+        sizes = self.sizes
+        return sizes.batch * sizes.q_len, self.kv_heads * sizes.group, self.head_dim
 
     def row_order(self, order: Any) -> RowOrder | None:
         """Where rows are in d_query; `order` [B] int32 in device memory, or None if sorted."""
-        if order is None and self.group == 1:
+        if order is None and self.sizes.group == 1:
             return None
-        return RowOrder(order, self.q_len, self.group)
+        return RowOrder(order, self.sizes.q_len, self.sizes.group)
 
     @property
     def has_key(self) -> bool:
@@ -104,14 +132,6 @@ class BackwardContext(WarpgroupContext):
 
     The counter is of tickets, unless each CTA has one item.
     """
-
-    @property
-    def has_d_query(self) -> bool:
-        return bool(self.config.has_d_query)
-
-    @property
-    def stores_d_scores(self) -> bool:
-        return self.outputs.d_scores is not None
 
     @property
     def has_halves(self) -> bool:

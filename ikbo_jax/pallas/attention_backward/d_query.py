@@ -7,6 +7,7 @@ tile is 128 query rows of one user and key head, and it streams one range, its u
 """
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -14,10 +15,9 @@ from jax.experimental import pallas as pl
 
 from ikbo_jax.pallas.activations.weights import ActivationSpec
 from ikbo_jax.pallas.attention_backward import context
-from ikbo_jax.pallas.gdpa_backward.consumer import consume
-from ikbo_jax.pallas.gdpa_backward.context import BackwardContext, Operands, Shape, with_words
-from ikbo_jax.pallas.gdpa_backward.producer import produce
-from ikbo_jax.pallas.hopper.launch import Roles, launch
+from ikbo_jax.pallas.attention_backward.stored import FIRST_ROW, KEYS, ROWS, TARGET, USER
+from ikbo_jax.pallas.gdpa_backward.context import BackwardContext, Operands, Shape
+from ikbo_jax.pallas.gdpa_backward.kernels import launch_kernel
 from ikbo_jax.pallas.hopper.row_order import RowOrder
 from ikbo_jax.pallas.worklist import lists
 from ikbo_jax.pallas.worklist.rows import Rows
@@ -25,33 +25,30 @@ from ikbo_jax.problems.attention_backward import AttentionBackwardConfig
 from ikbo_jax.reference.activations import SOFTMAX
 from ikbo_jax.reference.gdpa import Settings
 
-#: Words of a tile in device memory, `numbering.TILE_WORDS`, and the word of a user's keys.
-FIRST_ROW, ROWS, USER, KEYS, TARGET = range(5)
+#: Word of a user that has the number of its keys.
 USER_KEYS = 3
 #: For the numbers of words in `lists.WORK_WORDS`, the words of a tile that hold them.
 TILE_WORDS = {0: FIRST_ROW, 1: FIRST_ROW, 2: ROWS, 3: USER, lists.STATISTICS_ROW: TARGET}
 
 
 @dataclasses.dataclass(frozen=True)
-class DQueryShape(Shape):
-    """Static description of the launch; `rows` is that of the launch of d_key and d_value."""
-
-    rows: context.Shape
-
-
-@dataclasses.dataclass(frozen=True)
 class DQueryContext(BackwardContext):
-    """The context of a warpgroup: reads the work from tiles of a user's rows, and from users."""
+    """The context of a warpgroup: reads the work from tiles of a user's rows, and from users.
+
+    `rows` is the shape of the launch of d_key and d_value.
+    """
+
+    rows: Any = None
 
     @property
-    def item_count(self) -> Any:
-        tiles, workers = self.operands.tiles, self.shape.workers
-        items = tiles[tiles.shape[0] - 1, FIRST_ROW] * self.shape.heads
-        return (items - self.worker + workers - 1) // workers
+    def tile_count(self) -> Any:
+        tiles = self.operands.tiles
+        return tiles[tiles.shape[0] - 1, FIRST_ROW]
 
     @property
     def order(self) -> RowOrder | None:
-        return self.shape.rows.row_order(self.operands.order)
+        found: RowOrder | None = self.rows.row_order(self.operands.order)
+        return found
 
     def tile_word(self, tile: Any, word: int) -> Any:
         tiles = self.operands.tiles
@@ -64,7 +61,7 @@ class DQueryContext(BackwardContext):
     def range_word(self, index: Any, word: int) -> Any:
         if word == 2:
             return self.operands.ranges[index, USER_KEYS]
-        return index * self.shape.rows.kv_len
+        return index * self.rows.kv_len
 
 
 def d_query_kernel(
@@ -72,37 +69,27 @@ def d_query_kernel(
     rows: Rows,
     shape: context.Shape,
     config: AttentionBackwardConfig,
-    *,
-    num_sms: int,
 ) -> jax.Array:
     """Computes d_query [B * T, N, H] in the caller's order."""
     assert rows.tiles is not None
     query, d_out, statistics, key, value, _ = operands
-    dtype, own_config = query.dtype, config.d_query_config
     settings = Settings((SOFTMAX,), scale=shape.scale, logit_cap=shape.logit_cap)
-    own_shape = DQueryShape(
+    own_shape = Shape(
         heads=shape.kv_heads,
         streamed_per_head=1,
         heads_per_streamed=1,
         head_dim=shape.head_dim,
-        activation=ActivationSpec.of(settings, dtype),
+        activation=ActivationSpec.of(settings, query.dtype),
         scales=(shape.scale,),
-        workers=min(num_sms, (rows.tiles.shape[0] - 1) * shape.kv_heads),
-        rows=shape,
+        workers=shape.query_workers,
     )
     keys_values = tuple(x.reshape(-1, *x.shape[2:]) for x in (key, value))
-
-    def make_context(shared: Any, *rest: Any) -> DQueryContext:
-        shared = with_words(own_shape, own_config, shared)
-        return DQueryContext(own_shape, own_config, shared, *rest)
-
-    (d_query,) = launch(
-        Roles(make_context, produce, consume),
+    (d_query,) = launch_kernel(
+        functools.partial(DQueryContext, rows=shape),
+        own_shape,
+        config.d_query_config,
         Operands((query, d_out), keys_values, rows.tiles, None, rows.users, statistics, rows.order),
-        (jax.ShapeDtypeStruct(shape.d_query, dtype),),
-        own_config.shared(shape.head_dim, 1),
-        dtype=dtype,
-        name="ikbo_attention_backward_d_query",
-        workers=own_shape.workers,
+        (jax.ShapeDtypeStruct(shape.d_query, query.dtype),),
+        "ikbo_attention_backward_d_query",
     )
     return d_query

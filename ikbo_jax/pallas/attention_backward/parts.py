@@ -9,6 +9,7 @@ add rows of d_query, in the caller's order, the next ones rows of both other gra
 """
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -19,10 +20,11 @@ from jax.experimental.mosaic import gpu as mgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, scf, vector
 
+from ikbo_jax.pallas.attention_backward import context
 from ikbo_jax.pallas.hopper import inline, per_thread, stores
 from ikbo_jax.pallas.hopper.inline import Integer
 from ikbo_jax.pallas.hopper.launch import WarpgroupContext, launch_threads
-from ikbo_jax.pallas.worklist.numbering import USER_WORDS, Sizes
+from ikbo_jax.pallas.worklist.numbering import USER_WORDS
 from ikbo_jax.pallas.worklist.rows import Rows
 from ikbo_jax.problems import memory
 from ikbo_jax.problems.attention_backward import BLOCK_KV
@@ -58,10 +60,7 @@ class Shape:
     keys, and of all of d_query; 0 without their parts.
     """
 
-    sizes: Sizes
-    kv_heads: int
-    head_dim: int
-    scale: float
+    of_parts: context.Shape
     vectors: int
     query_vectors: int
 
@@ -72,20 +71,23 @@ class Shape:
 
     @property
     def workers(self) -> int:
-        return self.query_workers + pl.cdiv(self.sizes.users * self.vectors, WARPGROUP_SIZE)
+        return self.query_workers + pl.cdiv(
+            self.of_parts.sizes.users * self.vectors, WARPGROUP_SIZE
+        )
 
 
 def _add_queries(ctx: WarpgroupContext) -> None:
     """Adds parts of d_query; those of tiles of keys past the user's length are arbitrary."""
-    shape, sizes, operands = ctx.shape, ctx.shape.sizes, ctx.operands
+    shape, operands = ctx.shape.of_parts, ctx.operands
+    sizes, query_vectors = shape.sizes, ctx.shape.query_vectors
 
     def read(ref: Any, at: jax.Array) -> jax.Array:
         return per_thread.gather(ref, at, "global")
 
     number = ctx.worker * WARPGROUP_SIZE + per_thread.number()
-    is_wanted = number < shape.query_vectors
+    is_wanted = number < query_vectors
     row, column = per_thread.divided(
-        jnp.minimum(number, shape.query_vectors - 1), shape.head_dim // VECTOR
+        jnp.minimum(number, query_vectors - 1), shape.head_dim // VECTOR
     )
     query, head = per_thread.divided(row, shape.kv_heads * sizes.group)
     candidate, q = per_thread.divided(query, sizes.q_len)
@@ -122,7 +124,7 @@ def _add_queries(ctx: WarpgroupContext) -> None:
 
 
 def _add_keys(ctx: WarpgroupContext) -> None:
-    shape, sizes = ctx.shape, ctx.shape.sizes
+    shape, sizes = ctx.shape, ctx.shape.of_parts.sizes
     number = (ctx.worker - shape.query_workers) * WARPGROUP_SIZE + per_thread.number()
     most = sizes.users * shape.vectors
     user, at = per_thread.divided(jnp.minimum(number, most - 1), shape.vectors)
@@ -224,38 +226,30 @@ def add_parts(
     d_query: jax.Array | None,
     gradients: Sequence[jax.Array],
     rows: Rows,
-    sizes: Sizes,
-    *,
-    kv_heads: int,
-    keys: int,
-    scale: float,
+    of_parts: context.Shape,
     dtypes: tuple[Any, Any],
 ) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
-    """Adds parts by one launch; `d_query` and `gradients` are as in `Operands`, `keys` is S.
+    """Adds parts by one launch; `d_query` and `gradients` are as in `Operands`.
 
-    Returns a tuple of d_query [B, T, N, H], if there is one, times `scale`, and the gradients [U,
-    S, K, H], in `dtypes`.
+    Returns a tuple of d_query [B * T * N, H], if there is one, times the scale, and the gradients
+    [U, S, K, H], in `dtypes`.
     """
-    arrays = (*(() if d_query is None else (d_query,)), *gradients)
-    width, heads = arrays[0].shape[-1], kv_heads * sizes.group
-    queries = 0 if d_query is None else sizes.batch * sizes.q_len * heads
-    shape = Shape(
-        sizes,
-        kv_heads,
-        width,
-        scale,
-        vectors=keys * kv_heads * width // VECTOR if gradients else 0,
-        query_vectors=queries * width // VECTOR,
-    )
+    queries, heads, width = of_parts.d_query
+    users, *of_user = of_parts.keys
     has_rows = d_query is not None
+    shape = Shape(
+        of_parts,
+        vectors=math.prod(of_user) // VECTOR if gradients else 0,
+        query_vectors=queries * heads * width // VECTOR if has_rows else 0,
+    )
     operands = Operands(
         d_query,
         tuple(gradients),
         *((rows.cand_to_user, rows.position, rows.users, rows.poison) if has_rows else (None,) * 4),
     )
-    of_keys = jax.ShapeDtypeStruct((sizes.users, keys, kv_heads, width), dtypes[1])
+    of_keys = jax.ShapeDtypeStruct((users, *of_user), dtypes[1])
     declared = Outputs(
-        jax.ShapeDtypeStruct((queries, width), dtypes[0]) if has_rows else None,
+        jax.ShapeDtypeStruct((queries * heads, width), dtypes[0]) if has_rows else None,
         (of_keys,) * len(operands.gradients),
     )
     results: Outputs = launch_threads(
@@ -267,6 +261,4 @@ def add_parts(
         name="ikbo_attention_backward_parts",
         workers=shape.workers,
     )
-    shaped = (sizes.batch, sizes.q_len, heads, width)
-    of_queries = () if results.d_query is None else (results.d_query.reshape(shaped),)
-    return of_queries, results.gradients
+    return () if results.d_query is None else (results.d_query,), results.gradients

@@ -28,7 +28,7 @@ def _send_item(ctx: BackwardContext, item: Any, number: Any, step: Any) -> Any:
     first_row, rows, first_target = (users[part, i] for i in range(3))
     first_key = shape.first_key + tile * BLOCK_KV
     keys = users[part, 3] - first_key
-    user = lax.div(part, shape.splits)
+    user = lax.div(part, shape.sizes.splits)
     blocks = jnp.where(keys > 0, pl.cdiv(rows, block_q), 0)
     words = (blocks, rows, part, head, tile, keys, first_target)
     shared.items.send_words(item, words, after=shared.keys_values)

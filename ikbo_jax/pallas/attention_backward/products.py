@@ -1,6 +1,6 @@
 """WGMMA products of the attention backward kernels that `hopper.mma` does not have."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -11,7 +11,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith
 
-from ikbo_jax.pallas.hopper import inline, mma, mosaic, turns
+from ikbo_jax.pallas.hopper import inline, mma, mosaic, operand_tiles, stores, turns
 from ikbo_jax.pallas.hopper.inline import Integer
 from ikbo_jax.pallas.hopper.launch import WarpgroupContext
 from ikbo_jax.pallas.hopper.visible import Visible
@@ -124,6 +124,37 @@ def sum_over_blocks(
 
     accumulators = [plgpu.ACC((WGMMA_M, WGMMA_M))] * ctx.shape.column_blocks
     pl.run_scoped(with_accumulators, *accumulators)
+
+
+def store_keys(
+    ctx: WarpgroupContext,
+    sums: Sequence[tuple[Any, jax.Array, Sequence[Any]]],
+    part: Any,
+    head: Any,
+    first: Any,
+) -> None:
+    """Stores sums [64, H] f32 of keys from `first` on: to f32 by threads, to 16 bits by TMA.
+
+    `sums` are targets, sums, and the two views of the operand tiles in which a sum is staged.
+    """
+    kv_len, blocks = ctx.shape.kv_len, ctx.shape.column_blocks
+    if sums[0][0].dtype == jnp.float32:
+        rows = jnp.clip(kv_len - first, 0, WGMMA_M)
+        place = (part * kv_len + first, head, jnp.int32(0), rows)
+        for target, total, _views in sums:
+            stores.store_rows(target, total, *place)
+        return
+    for target, total, staged in sums:
+        columns = operand_tiles.column_blocks(total.astype(target.dtype), blocks)
+        # One call for all blocks compiles to other code, without spills too; neither was timed.
+        for i, values in enumerate(columns):
+            operand_tiles.stage_rows(staged[0].at[pl.ds(i, 1)], values, reads_late=True)
+    plgpu.commit_smem()
+
+    @pl.when(first < kv_len)
+    def _() -> None:
+        for target, _, staged in sums:
+            ctx.store(staged[1], target, (part, pl.ds(first, WGMMA_M), head))
 
 
 def _offset(descriptor: ir.Value, count: Integer, num_bytes: int) -> ir.Value:

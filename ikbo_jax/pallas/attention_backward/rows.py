@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from ikbo_jax.pallas.attention_backward import statistics as statistics_launch
+from ikbo_jax.pallas.attention_backward.context import Shape
 from ikbo_jax.pallas.attention_backward.statistics import Inputs, Packed
 from ikbo_jax.pallas.hopper import mosaic
 from ikbo_jax.pallas.worklist.numbering import Sizes
@@ -72,8 +73,7 @@ def with_statistics(
         operands, sizes, kv_heads=kv_heads, count=count + TILE_ROWS, keeps_delta=keeps_delta
     )
     if rows is None:
-        order, position = results.rows.order, results.rows.position
-        rows = described(cand_to_user, order, position, results.rows)
+        rows = described(cand_to_user, results.rows)
     return rows, results.statistics, in_place or results.packed, results.delta
 
 
@@ -100,38 +100,35 @@ def statistics_by_xla(
     return found.at[:, :, rows.targets(sizes)].set(both, unique_indices=True)
 
 
-def unpack_d_query(
-    sums: jax.Array, rows: Rows, sizes: Sizes, kv_heads: int, scale: float, dtype: jnp.dtype
-) -> jax.Array:
+def unpack_d_query(sums: jax.Array, rows: Rows, shape: Shape, dtype: jnp.dtype) -> jax.Array:
     """Adds a key head's planes of `d_query`, of which some are arbitrary; returns [B, T, N, H]."""
     planes, _, width = sums.shape
-    tiles = planes // kv_heads
-    parts = sums.reshape(tiles, kv_heads, -1, width)[:, :, rows.targets(sizes)]
+    tiles, sizes = planes // shape.kv_heads, shape.sizes
+    parts = sums.reshape(tiles, shape.kv_heads, -1, width)[:, :, rows.targets(sizes)]
     tile = jnp.arange(tiles, dtype=jnp.int32)
     kv_tiles = -(-rows.users[:, 3] // BLOCK_KV)
     # One plane holds the sum of all tiles.
     exists = tile[:, None] < kv_tiles[rows.user][None]
     parts = jnp.where(exists[:, None, :, None, None, None], parts, 0.0)
-    total = (jnp.sum(parts, axis=0) * jnp.float32(scale)).astype(dtype)
+    total = (jnp.sum(parts, axis=0) * jnp.float32(shape.scale)).astype(dtype)
     total = _nan_unless(rows.is_valid, total)
     return jnp.moveaxis(total, 0, 2).reshape(sizes.batch, sizes.q_len, -1, width)
 
 
-def gradient_type(
-    shape: tuple[int, ...], own_dtype: Any, splits: int, dtype: Any
-) -> jax.ShapeDtypeStruct:
-    """Declares a launch's gradient [U, S, K, H] of keys or values, in `dtype` or f32.
+def gradient_type(shape: Shape, own_dtype: Any, dtype: Any) -> jax.ShapeDtypeStruct:
+    """Declares a launch's gradient of keys or values, in `dtype` or f32.
 
     Threads store f32, to rows of all parts; TMA stores `own_dtype`, and drops rows past S.
     """
-    if dtype == own_dtype and splits == 1:
-        return jax.ShapeDtypeStruct(shape, own_dtype)
-    users, kv_len, *widths = shape
-    return jax.ShapeDtypeStruct((users * splits * kv_len, *widths), jnp.float32)
+    if dtype == own_dtype and shape.sizes.splits == 1:
+        return jax.ShapeDtypeStruct(shape.keys, own_dtype)
+    users, kv_len, *widths = shape.keys
+    return jax.ShapeDtypeStruct((users * shape.sizes.splits * kv_len, *widths), jnp.float32)
 
 
-def add_parts(sums: jax.Array, shape: tuple[int, ...], splits: int, dtype: Any) -> jax.Array:
-    """Adds a user's parts, which a launch filled, to a gradient of `shape` [U, S, K, H]."""
+def add_parts(sums: jax.Array, shape: Shape, dtype: Any) -> jax.Array:
+    """Adds a user's parts, which a launch filled, to a gradient [U, keys, K, H]."""
+    users, splits = shape.sizes.users, shape.sizes.splits
     if splits > 1:
-        sums = jnp.sum(sums.reshape(shape[0], splits, *shape[1:]), axis=1)
-    return sums.reshape(shape).astype(dtype)
+        sums = jnp.sum(sums.reshape(users, splits, *shape.keys[1:]), axis=1)
+    return sums.reshape(shape.keys).astype(dtype)

@@ -19,7 +19,6 @@ once, the numbers come from device memory.
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -35,7 +34,6 @@ from jaxlib.mlir.dialects import math as mlir_math
 from ikbo_jax.pallas.hopper import inline, per_thread, stores
 from ikbo_jax.pallas.hopper.inline import Integer
 from ikbo_jax.pallas.hopper.launch import WarpgroupContext, launch_threads
-from ikbo_jax.pallas.hopper.per_thread import Threads
 from ikbo_jax.pallas.hopper.row_products import (
     CTA_ROWS,
     ROW_THREADS,
@@ -97,7 +95,7 @@ class Outputs(NamedTuple):
     statistics: Any  # [K, 2, count] f32: lse in powers of 2 and delta, at the targets
     rows: Any  # `numbering.Outputs`; None if the launch does not number rows
     packed: Any  # `Packed`; None if the caller's arrays have that order
-    delta: Any = None  # [rows] f32, likewise for another launch; None if it is not wanted
+    delta: Any  # [rows] f32, likewise for another launch; None if it is not wanted
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,19 +145,19 @@ def statistics_kernel(
     Without `operands.users`, also what describes users, parts, tiles and the order of unsorted
     candidates. With `operands.inputs.query`, also packed rows; with `keeps_delta`, delta by row.
     """
-    shape = Shape(sizes, kv_heads)
-    declared = Outputs(jax.ShapeDtypeStruct((kv_heads, 2, count), jnp.float32), None, None)
-    if keeps_delta:
-        declared = declared._replace(delta=jax.typeof(operands.inputs.lse))
-    query = operands.inputs.query
-    if query is not None:
-        rows_type = jax.ShapeDtypeStruct((sizes.rows, kv_heads, query.shape[-1]), query.dtype)
-        declared = declared._replace(packed=Packed(rows_type, rows_type))
-    shared = memory.shared()
+    shape, query = Shape(sizes, kv_heads), operands.inputs.query
+    rows, packed, shared = None, None, memory.shared()
     if operands.users is None:
         rows = numbering.outputs(sizes, has_order=shape.ranked > 0)
-        declared = declared._replace(rows=rows)
         shared = numbering.shared(sizes, ranked=shape.ranked)
+    if query is not None:
+        packed = jax.ShapeDtypeStruct((sizes.rows, kv_heads, query.shape[-1]), query.dtype)
+    declared = Outputs(
+        jax.ShapeDtypeStruct((kv_heads, 2, count), jnp.float32),
+        rows,
+        packed and Packed(packed, packed),
+        jax.typeof(operands.inputs.lse) if keeps_delta else None,
+    )
     return launch_threads(
         _store,
         shape,
@@ -186,9 +184,9 @@ def _rows(ctx: WarpgroupContext) -> _Rows:
     """Computes the rows of this CTA from their users' numbers."""
     shape, sizes, operands = ctx.shape, ctx.shape.sizes, ctx.operands
     of_launch = numbering.Operands(operands.index, operands.lengths)
-    threads = Threads(1, 0)
+    threads = numbering.THREADS
     numbers = numbering.Numbering(
-        sizes, ctx.shared, of_launch, ctx.outputs.rows, ctx.worker, shape.workers, threads
+        sizes, ctx.shared, of_launch, ctx.outputs.rows, ctx.worker, shape.workers
     )
     thread, zero = per_thread.number(), per_thread.same(0)
     row = ctx.worker * CTA_ROWS + lax.div(thread, per_thread.same(ROW_THREADS))
@@ -201,29 +199,29 @@ def _rows(ctx: WarpgroupContext) -> _Rows:
     if operands.users is None:
         numbering.number(numbers)
         numbering.describe(numbers)
-
-        def first_of(user: jax.Array) -> jax.Array:
-            return threads.read(ctx.shared.first_rows, user)
-
-        def target_of(user: jax.Array) -> jax.Array:
-            return threads.read(ctx.shared.first_targets, user)
-
+        first_of: Any = functools.partial(threads.read, ctx.shared.first_rows)
+        target_of: Any = functools.partial(threads.read, ctx.shared.first_targets)
         poison = ctx.shared.poison if sizes.is_sorted else None
         space = "shared"
     else:
-
-        def first_of(user: jax.Array) -> jax.Array:
-            return threads.read(operands.users, user * USER_WORDS, "global")
-
-        def target_of(user: jax.Array) -> jax.Array:
-            return threads.read(operands.users, user * USER_WORDS + 2, "global")
-
+        read = functools.partial(threads.read, operands.users, space="global")
+        first_of, target_of = (
+            lambda user: read(user * USER_WORDS),
+            lambda user: read(user * USER_WORDS + 2),
+        )
         poison, space = operands.poison, "global"
     added = zero
     if poison is not None:
         added = threads.read(poison, zero, space)
-        rows_before = candidate * sizes.per_candidate
-        user = _user_of_row(user, rows_before, first_of, sizes.users, poison[0] != 0)
+        # If the promised order is wrong, the user to whom launches give the row: the last one whose
+        # first row is not after this one. By the index, some of the rows that they read would get
+        # no statistics, instead of NaN.
+        rows_before, is_order_wrong = candidate * sizes.per_candidate, poison[0] != 0
+        found = count_at_most(
+            lambda x: first_of(x + 1),
+            *(sizes.users - 1, rows_before, per_thread.same(0), is_order_wrong),
+        )
+        user = jnp.where(is_order_wrong, found, user)
     first_row, first_target = first_of(user), target_of(user)
     first, _ = per_thread.divided(first_row, sizes.per_candidate)
     place = candidate
@@ -239,20 +237,6 @@ def _rows(ctx: WarpgroupContext) -> _Rows:
     in_user = (place - first) * sizes.per_candidate + in_candidate
     packed = place * sizes.per_candidate + in_candidate
     return _Rows(row, is_row, kv_head, first_target + in_user, added, packed)
-
-
-def _user_of_row(
-    user: jax.Array, row: jax.Array, first_of: Any, users: int, is_order_wrong: Any
-) -> jax.Array:
-    """Returns `user`, or, if the promised order is wrong, the user to whom launches give the row.
-
-    By the index, some of the rows that they read would get no statistics, instead of NaN.
-    """
-    # The last user whose first row is not after this one.
-    found = count_at_most(
-        lambda x: first_of(x + 1), users - 1, row, per_thread.same(0), is_order_wrong
-    )
-    return jnp.where(is_order_wrong, found, user)
 
 
 def _rank(ctx: numbering.Numbering, candidate: jax.Array, shape: Shape) -> jax.Array:
@@ -271,7 +255,7 @@ def _rank(ctx: numbering.Numbering, candidate: jax.Array, shape: Shape) -> jax.A
 
     rank(users_of, shape.sizes.batch, own, is_before, ranks)
     plgpu.commit_smem()
-    return rank_of(ctx.threads, ranks, candidate - first)
+    return rank_of(numbering.THREADS, ranks, candidate - first)
 
 
 def _store(ctx: WarpgroupContext) -> None:
@@ -297,7 +281,10 @@ def _store(ctx: WarpgroupContext) -> None:
             query = loaded_row(found.query, row, part, width)
             place = [(packed_row, kv_heads * width), (kv_head, width)]
             for array, words in zip(packed, (query, d_out), strict=True):
-                _store_row(array, words, place, part, is_row)
+                address = stores.device_address(array, [*place, (part, VECTOR)], 2)
+                for i in range(0, len(words), 4):
+                    offset = i // 4 * ROW_THREADS * VECTOR * 2
+                    per_thread.store_words(address, words[i : i + 4], is_row, offset)
         delta = row_sum(out, d_out, ir.MemRefType(found.out.type).element_type)
         if found.d_lse is not None:
             delta = arith.subf(delta, load(found.d_lse))
@@ -327,20 +314,6 @@ def load_number(array: ir.Value, row: ir.Value) -> ir.Value:
     """Loads array[row], f32."""
     address = stores.device_address(array, [(row, 1)], 4)
     return mgpu.utils.bitcast(per_thread.load_words(address, 1)[0], ir.F32Type.get())
-
-
-def _store_row(
-    array: ir.Value,
-    words: Sequence[ir.Value],
-    place: Sequence[tuple[ir.Value, int]],
-    part: ir.Value,
-    predicate: ir.Value,
-) -> None:
-    """Stores words of `loaded_row` to the row whose first element is sum(value * stride)."""
-    address = stores.device_address(array, [*place, (part, VECTOR)], 2)
-    for i in range(0, len(words), 4):
-        offset = i // 4 * ROW_THREADS * VECTOR * 2
-        per_thread.store_words(address, words[i : i + 4], predicate, offset)
 
 
 def lse_exponent(lse: ir.Value) -> ir.Value:

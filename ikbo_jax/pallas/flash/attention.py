@@ -42,7 +42,6 @@ Sources: the idea is Meta's IKBO.  Pipelining within a warpgroup, and turns (pin
 follow Shah et al., "FlashAttention-3", 2024.  No code is shared.
 """
 
-import dataclasses
 import functools
 import math
 from typing import Any
@@ -53,7 +52,7 @@ import numpy as np
 from jax.experimental import pallas as pl
 
 from ikbo_jax.pallas.activations.cap import scale_and_cap
-from ikbo_jax.pallas.flash import attention_consumer, attention_producer, softmax
+from ikbo_jax.pallas.flash import attention_consumer, attention_producer
 from ikbo_jax.pallas.flash.attention_context import AttentionContext, Shape
 from ikbo_jax.pallas.flash.context import Operands, Outputs
 from ikbo_jax.pallas.hopper import own_tokens, warps
@@ -63,12 +62,8 @@ from ikbo_jax.pallas.worklist.lists import Offsets
 from ikbo_jax.pallas.worklist.tiles import query_tiles
 from ikbo_jax.problems import AttentionConfig
 from ikbo_jax.problems.hopper import TILE_ROWS, WGMMA_M
+from ikbo_jax.reference.activations import SOFTMAX
 from ikbo_jax.reference.gdpa import Settings
-
-
-def _users_in_order(cand_to_user: jax.Array, order: jax.Array | None) -> jax.Array:
-    """Permutes the users of the candidates [B] into work order."""
-    return cand_to_user if order is None else cand_to_user.at[order].get(mode="clip")
 
 
 def attention_kernel(
@@ -101,67 +96,56 @@ def attention_kernel(
     """
     batch, q_len, q_heads, head_dim = query.shape
     users, kv_len, kv_heads, _ = key.shape
-    page = 0
     if page_table is not None:
-        page, (users, most) = kv_len, page_table.shape
-        kv_len = most * page
+        users, most = page_table.shape
+        kv_len *= most
     if order is not None and q_len % WGMMA_M:
         raise ValueError(f"an order needs T to be a multiple of {WGMMA_M}, but T={q_len}")
     if scale == 0:  # every score is 0, as with queries of zeros
         query, scale = jnp.zeros_like(query), 1.0
-    finish = functools.partial(_finish, query, config, return_residuals)
+    index = cand_to_user if order is None else cand_to_user.at[order].get(mode="clip")
     of_work = targets if order is None else order
-    of_results = {
-        "targets": targets,
-        "self_key": own_tokens.in_order(self_key, of_work),
-        "self_value": own_tokens.in_order(self_value, of_work),
-        "pages": None if page_table is None else page_table.reshape(-1),
-    }
-    if config.one_user and users > 1 and q_len:
-        index = _users_in_order(cand_to_user, order)
-        sizes = batch, q_len, users, kv_len
-        tiles = _tiles_by_user(sizes, index, key_value_seq_lengths)
-        q, k, v = (x.reshape(-1, *x.shape[2:]) for x in (query, key, value))
-        if page:
-            k, v = key, value
-        listed = {"order": order, "words": tiles.words, "counts": tiles.counts}
-        operands = Operands(q, k, v, **listed, **of_results)
-        shape = _shape_of_list(operands, batch, q_len, scale, num_sms, logit_cap=logit_cap)
-        return finish(operands, shape)
-    warpgroup_tiles = pl.cdiv(batch * q_len, WGMMA_M)
-    row_tiles = most_row_tiles = pl.cdiv(batch * q_len, TILE_ROWS)
-    cuts = cut_counts = None
-    # Beyond MAX_CUT tiles, every CTA has so many that long and short ones average out.
-    is_cut = config.balance and q_len % TILE_ROWS == WGMMA_M and users > 1
-    if is_cut and 1 < warpgroup_tiles <= work_order.MAX_CUT:
-        in_order = jnp.clip(_users_in_order(cand_to_user, order), 0, users - 1)
-        cuts, cut_counts = work_order.cuts(in_order, q_len // WGMMA_M)
-        most_row_tiles = warpgroup_tiles
-    scale, cap = scale_and_cap(scale, logit_cap)
-    shape = Shape(
-        batch,
-        q_len,
-        q_heads,
-        kv_heads,
-        kv_len,
-        users,
-        head_dim,
-        scale * math.log2(math.e),
-        softmax.SUM_LIMITS[query.dtype.name],
-        min(num_sms, row_tiles * q_heads),
-        most_row_tiles * q_heads,
-        cap=cap,
-        page=page,
+    operands = Operands(
+        query.reshape(batch * q_len, q_heads, head_dim),
+        key,
+        value,
+        order=order,
+        targets=targets,
+        self_key=own_tokens.in_order(self_key, of_work),
+        self_value=own_tokens.in_order(self_value, of_work),
+        pages=None if page_table is None else page_table.reshape(-1),
     )
-    run_ends = None
-    # A tile has more candidates than a warp has lanes, or heads are wider than 192 columns: the
-    # producer has no registers to read them (64 bytes are spilled at H = 256).
-    is_searched = TILE_ROWS // max(q_len, 1) + 2 <= warps.LANES and head_dim <= 192
-    if q_len and q_len < WGMMA_M and not is_searched and users > 1:
-        run_ends = work_order.run_ends(jnp.clip(cand_to_user, 0, users - 1))
-    rows = query.reshape(batch * q_len, q_heads, head_dim)
-    rest = cand_to_user, key_value_seq_lengths, order, run_ends, cuts, cut_counts
-    return finish(Operands(rows, key, value, *rest, **of_results), shape)
+    if config.one_user and users > 1 and q_len:
+        tiles = _tiles_by_user((batch, q_len, users, kv_len), index, key_value_seq_lengths)
+        operands = operands._replace(words=tiles.words, counts=tiles.counts)
+        if page_table is None:
+            key, value = (x.reshape(-1, kv_heads, head_dim) for x in (key, value))
+            operands = operands._replace(key=key, value=value)
+        users, kv_len = 1, users * kv_len
+    else:
+        operands = operands._replace(cand_to_user=cand_to_user, lengths=key_value_seq_lengths)
+        warpgroup_tiles = pl.cdiv(batch * q_len, WGMMA_M)
+        # Beyond MAX_CUT tiles, every CTA has so many that long and short ones average out.
+        is_cut = config.balance and q_len % TILE_ROWS == WGMMA_M and users > 1
+        if is_cut and 1 < warpgroup_tiles <= work_order.MAX_CUT:
+            cuts, counts = work_order.cuts(jnp.clip(index, 0, users - 1), q_len // WGMMA_M)
+            operands = operands._replace(cuts=cuts, cut_counts=counts)
+        # A tile has more candidates than a warp has lanes, or heads are wider than 192 columns: the
+        # producer has no registers to read them (64 bytes are spilled at H = 256).
+        is_searched = TILE_ROWS // max(q_len, 1) + 2 <= warps.LANES and head_dim <= 192
+        if q_len and q_len < WGMMA_M and not is_searched and users > 1:
+            run_ends = work_order.run_ends(jnp.clip(cand_to_user, 0, users - 1))
+            operands = operands._replace(run_ends=run_ends)
+    out, lse = _launch(
+        operands,
+        (batch, q_len, users, kv_len),
+        Settings((SOFTMAX,), scale=scale, logit_cap=logit_cap),
+        name="ikbo_attention",
+        return_residuals=return_residuals,
+        config=config,
+        num_sms=num_sms,
+    )
+    return out.reshape(query.shape), None if lse is None else lse.reshape(query.shape[:-1])
 
 
 def _tiles_by_user(
@@ -188,18 +172,6 @@ def _tiles_by_user(
     return query_tiles(offsets, size=TILE_ROWS)
 
 
-def _finish(
-    query: jax.Array,
-    config: AttentionConfig,
-    return_residuals: bool,
-    operands: Operands,
-    shape: Shape,
-) -> tuple[jax.Array, jax.Array | None]:
-    """Launches the kernel; returns the results in the query's shape."""
-    out, lse = _launch(operands, shape, config, "ikbo_attention", return_residuals)
-    return out.reshape(query.shape), None if lse is None else lse.reshape(query.shape[:-1])
-
-
 def jagged_attention_kernel(
     query: jax.Array,
     key: jax.Array,
@@ -218,57 +190,56 @@ def jagged_attention_kernel(
     every row of the result has one. `config.reuse` is off; `balance` and `early_scores` have no
     effect.
     """
-    if config.reuse:
-        raise ValueError(f"a list of tiles does not support reuse, but config is {config}")
-    operands = Operands(query, key, value, words=tiles.words, counts=tiles.counts)
-    # Each row may belong to a different sequence, so q_len is 1.
-    scales = settings.scale, num_sms, settings.output_scale, settings.logit_cap
-    shape = _shape_of_list(operands, out_rows, 1, *scales)
-    return _launch(operands, shape, config, "ikbo_gdpa_softmax", return_residuals)
+    assert not config.reuse
+    return _launch(
+        Operands(query, key, value, words=tiles.words, counts=tiles.counts),
+        # Each row may belong to a different sequence, so q_len is 1.
+        (out_rows, 1, 1, key.shape[0]),
+        settings,
+        name="ikbo_gdpa_softmax",
+        return_residuals=return_residuals,
+        config=config,
+        num_sms=num_sms,
+    )
 
 
-def _shape_of_list(
+def _launch(
     operands: Operands,
-    batch: int,
-    q_len: int,
-    scale: float,
+    sizes: tuple[int, int, int, int],
+    settings: Settings,
+    *,
+    name: str,
+    return_residuals: bool,
+    config: AttentionConfig,
     num_sms: int,
-    output_scale: float = 1.0,
-    logit_cap: float | None = None,
-) -> Shape:
-    """Describes a launch whose tiles are listed: keys are rows of one array."""
-    _, q_heads, head_dim = operands.query.shape
-    most_tiles = operands.words.shape[0] * q_heads
-    kv_len, page = operands.key.shape[0], 0
-    if operands.pages is not None:
-        page = operands.key.shape[1]
-        kv_len = operands.pages.shape[0] * page
-    scale, cap = scale_and_cap(scale, logit_cap)
-    return Shape(
+) -> tuple[jax.Array, jax.Array | None]:
+    """Launches the kernel; returns out [rows, N, H], and lse [rows, N] or None.
+
+    `sizes`: candidates, queries of each, users, keys of each; of listed tiles, keys are rows of one
+    user.
+    """
+    query, (batch, q_len, users, kv_len) = operands.query, sizes
+    _, q_heads, head_dim = query.shape
+    row_tiles = most_row_tiles = pl.cdiv(batch * q_len, TILE_ROWS)
+    if operands.words is not None:
+        row_tiles = most_row_tiles = operands.words.shape[0]
+    elif operands.cuts is not None:
+        most_row_tiles = operands.cut_counts.shape[0]
+    scale, cap = scale_and_cap(settings.scale, settings.logit_cap)
+    shape = Shape(
         batch=batch,
         q_len=q_len,
         q_heads=q_heads,
         kv_heads=operands.key.shape[-2],
         kv_len=kv_len,
-        users=1,
+        users=users,
         head_dim=head_dim,
         log2_scale=scale * math.log2(math.e),
-        sum_limit=softmax.SUM_LIMITS[operands.query.dtype.name],
-        workers=min(num_sms, most_tiles),
-        most_tiles=most_tiles,
-        output_scale=output_scale,
+        workers=min(num_sms, row_tiles * q_heads),
+        most_tiles=most_row_tiles * q_heads,
+        output_scale=settings.output_scale,
         cap=cap,
-        page=page,
     )
-
-
-def _launch(
-    operands: Operands, shape: Shape, config: AttentionConfig, name: str, return_residuals: bool
-) -> tuple[jax.Array, jax.Array | None]:
-    """Launches the kernel; returns out [rows, N, H], and lse [rows, N] or None."""
-    if operands.self_key is not None:
-        shape = dataclasses.replace(shape, own=config.own_stages(shape.q_len))
-        assert shape.own
     out, *lse = launch(
         Roles(
             functools.partial(AttentionContext, shape, config),
@@ -276,9 +247,9 @@ def _launch(
             attention_consumer.consume,
         ),
         operands,
-        Outputs.of(shape.rows, operands.query, has_lse=return_residuals),
-        config.shared(shape.head_dim, loads_own=shape.own is not None),
-        dtype=operands.query.dtype,
+        Outputs.of(shape.rows, query, has_lse=return_residuals),
+        config.shared(head_dim, loads_own=operands.self_key is not None),
+        dtype=query.dtype,
         name=name,
         workers=shape.workers,
     )

@@ -93,7 +93,7 @@ def _begin(
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
     """Computes (weights in f32, row maxima, sums, own weights) of a pass's first block."""
     log2_scale, own = ctx.shape.log2_scale, None
-    maximum = softmax.row_maximum(scores, log2_scale)
+    maximum = softmax.row_extreme(scores, log2_scale) * jnp.float32(log2_scale)
     if products is not None:
         own = attention_own.scores(ctx, item, products) * jnp.float32(log2_scale)
         maximum = jnp.maximum(maximum, own)
@@ -126,7 +126,7 @@ def _step(
         turns.hand_over(ctx)
         meanwhile()
     value_step = ctx.value_step(index, step)
-    acc = _issue_values(ctx, item, state, None if ctx.shape.own else block > 0, value_step)
+    acc = _issue_values(ctx, item, state, None if ctx.own else block > 0, value_step)
     if meanwhile is None:
         turns.await_scores(ctx)
     else:
@@ -145,7 +145,7 @@ def _last_step(
     ctx: AttentionContext, item: Item, next_item: Item, index: Any, first_step: Any, state: _State
 ) -> _State:
     """Returns the state at the next pass's first block, with this pass's sum as accumulator."""
-    is_defined = None if ctx.shape.own else item.blocks > 1
+    is_defined = None if ctx.own else item.blocks > 1
     step = ctx.value_step(index, first_step + item.blocks - 1)
 
     def with_next() -> tuple[Any, ...]:
@@ -154,7 +154,7 @@ def _last_step(
         ctx.shared.query.await_ready(index + 1)
         scores = _issue_scores(ctx, next_item, index + 1, next_step)
         products = None
-        if ctx.shape.own:
+        if ctx.own:
             products = attention_own.issue_scores(ctx, index + 1, next_step)
         acc = _issue_values(ctx, item, state, is_defined, step)
         turns.await_scores(ctx)
@@ -211,7 +211,7 @@ def _attend(ctx: AttentionContext) -> tuple[Any, Any]:
     turns.take(ctx)
     plgpu.barrier_wait(ctx.shared.query.ready.at[0])
     scores = _issue_scores(ctx, item, zero, zero)
-    products = attention_own.issue_scores(ctx, zero, zero) if ctx.shape.own else None
+    products = attention_own.issue_scores(ctx, zero, zero) if ctx.own else None
     turns.hand_over(ctx)
     mma.wait(0)
     ctx.free_read_queries(zero, item.blocks == 1)
@@ -280,7 +280,7 @@ def _recompute(ctx: AttentionContext, index: Any, first_step: Any) -> None:
         shared.value.await_ready(step)
         visible = Visible.in_block(item.length, block, ctx.config.block_kv)
         _zero_hidden_values(ctx, step, visible)
-        is_defined = None if shape.own else block > 0
+        is_defined = None if ctx.own else block > 0
         acc = mma.add_product(
             state.acc,
             p.astype(ctx.outputs.out.dtype),
@@ -297,7 +297,7 @@ def _recompute(ctx: AttentionContext, index: Any, first_step: Any) -> None:
         item, index, first_step = carry
         shared.query.await_ready(index)
         step = functools.partial(block_step, item, index, first_step)
-        if shape.own:
+        if ctx.own:
             start = attention_own.start(ctx, item, index, first_step)
         else:
             start = softmax.running_start(shape.head_dim, shape.log2_scale)
@@ -357,7 +357,7 @@ def _normalise_and_store(
 ) -> None:
     """Divides `acc` by `row_sum`, relative to exp(`maximum` * `unit`), and stores a pass's rows."""
     place = (item.first_row, item.head, item.begin, item.end)
-    has_keys = True if ctx.shape.own else item.length > 0
+    has_keys = True if ctx.own else item.length > 0
     inverse = softmax.inverse_sums(row_sum, ctx.shape.output_scale)
     out = (acc * lax.broadcast_in_dim(inverse, acc.shape, (0,))).astype(ctx.outputs.out.dtype)
     # Without keys the weights are NaN, and so may be the values that were read.
@@ -395,10 +395,15 @@ def _store_staged(ctx: AttentionContext, item: Item, index: Any, out: jax.Array)
     )
 
 
-def _flag_if_inexact(
-    ctx: AttentionContext, item: Item, acc: jax.Array, sums: jax.Array
-) -> jax.Array:
-    """Flags the pass if the first maximum was inexact in one of its rows; returns row sums [64]."""
+def _check_and_store(
+    ctx: AttentionContext,
+    item: Item,
+    index: Any,
+    acc: jax.Array,
+    sums: jax.Array,
+    maximum: jax.Array,
+) -> None:
+    """Stores the rows of pass `index`; flags it if the first maximum was inexact in one of them."""
     # Past a user's length, weights are zero, but values may be infinite or NaN. Where weights
     # exceed 1, large values may overflow.
     row_sum = jnp.sum(softmax.nan_where_not_finite(sums, acc), axis=1)
@@ -408,20 +413,7 @@ def _flag_if_inexact(
         row_sum,
         item.begin,
         # Without any key, no second result is needed.
-        item.end if ctx.shape.own else jnp.where(item.length > 0, item.end, item.begin),
-        ctx.shape.sum_limit,
+        item.end if ctx.own else jnp.where(item.length > 0, item.end, item.begin),
+        softmax.SUM_LIMITS[ctx.outputs.out.dtype.name],
     )
-    return row_sum
-
-
-def _check_and_store(
-    ctx: AttentionContext,
-    item: Item,
-    index: Any,
-    acc: jax.Array,
-    sums: jax.Array,
-    maximum: jax.Array,
-) -> None:
-    """Flags pass `index` if it is inexact, and stores its rows."""
-    row_sum = _flag_if_inexact(ctx, item, acc, sums)
     _normalise_and_store(ctx, item, index, acc, row_sum, maximum)

@@ -12,7 +12,7 @@ from ikbo_jax.pallas.activations.cap import Cap
 from ikbo_jax.pallas.flash.context import AttentionShape, FlashContext
 from ikbo_jax.pallas.hopper.row_order import RowOrder
 from ikbo_jax.problems.attention import FLAG_WORDS
-from ikbo_jax.problems.hopper import TILE_ROWS, WGMMA_M, OwnStages
+from ikbo_jax.problems.hopper import TILE_ROWS, WGMMA_M
 
 #: Words of a descriptor that both consumers read; three for each consumer follow.
 COMMON_ITEM_WORDS = 6
@@ -25,13 +25,10 @@ class Shape(AttentionShape):
     """Static description of a launch."""
 
     log2_scale: float
-    sum_limit: float
     workers: int
     most_tiles: int  # of all heads
     output_scale: float = 1.0
     cap: Cap | None = None  # of the scores, before `log2_scale`
-    page: int = 0  # positions of a page, a multiple of a block's keys; 0: there are none
-    own: OwnStages | None = None  # None: there are no own tokens
 
     @property
     def row_tiles(self) -> int:
@@ -72,16 +69,24 @@ class AttentionContext(FlashContext):
     ends: int = 0
 
     @property
+    def own(self) -> Any:
+        """The `OwnStages` of values that have a pass's own tokens; None: there are none."""
+        has_own = self.operands.self_key is not None
+        return self.config.own_stages(self.shape.q_len) if has_own else None
+
+    @property
+    def page(self) -> int:
+        """Positions of a page, a multiple of a block's keys; 0: there are none."""
+        return 0 if self.operands.pages is None else int(self.operands.key.shape[1])
+
+    @property
     def is_early(self) -> bool:
         """Whether scores of the next pass are computed while a pass is stored.
 
         Wider heads, partial passes and own tokens have too few registers.
         """
-        if self.shape.own:
-            return False
-        has_registers = (
-            self.shape.head_dim <= EARLY_SCORES_MAX_WIDTH and not self.shape.has_partial_passes
-        )
+        is_narrow = self.shape.head_dim <= EARLY_SCORES_MAX_WIDTH
+        has_registers = is_narrow and not self.shape.has_partial_passes and self.own is None
         return self.config.early_scores and has_registers and self.config.q_slots > 1
 
     @property
@@ -99,7 +104,7 @@ class AttentionContext(FlashContext):
 
     def value_step(self, index: Any, step: Any) -> Any:
         """Returns the step of pass `index` among values, behind own tokens."""
-        own = self.shape.own
+        own = self.own
         return step if own is None else step + (index - self.ends + 1) * own.number
 
     def step_after(self, item: Item, first_step: Any) -> Any:

@@ -14,12 +14,11 @@ from ikbo_jax.problems.hopper import WGMMA_M
 
 def issue_scores(ctx: AttentionContext, index: Any, first_step: Any) -> jax.Array:
     """Issues the products of the queries of pass `index` and own keys."""
-    own, ring, query = ctx.shape.own, ctx.shared.value, ctx.shared.query
+    own, ring, query = ctx.own, ctx.shared.value, ctx.shared.query
     step = ctx.value_step(index, first_step) - own.number
     ring.await_ready(step)
     rows, keys = query.tiles[0].at[query.slot(index), ctx.consumer], ring.matrix(step)
-    columns, head_dim = own.columns, ctx.shape.head_dim
-    return mma.product(rows, keys, head_dim, columns=columns)
+    return mma.product(rows, keys, ctx.shape.head_dim, columns=own.columns)
 
 
 def scores(ctx: AttentionContext, item: Item, products: jax.Array) -> jax.Array:
@@ -30,7 +29,7 @@ def scores(ctx: AttentionContext, item: Item, products: jax.Array) -> jax.Array:
 
 def values(ctx: AttentionContext, item: Item, index: Any, first_step: Any) -> jax.Array:
     """Reads the rows' own values [64, H] f32, whose scores were read, and frees the own tokens."""
-    own: Any = ctx.shape.own
+    own = ctx.own
     step, places = ctx.value_step(index, first_step) - own.number, _places(ctx, item)
     ring, width = ctx.shared.value, ctx.shape.head_dim
     if own.stages > 1:

@@ -136,22 +136,22 @@ def _load_block(
     rows: tuple[Any, ...] = (user, pl.ds(first, config.block_kv))
     if ctx.operands.words is not None:  # may reach into the next sequence's rows
         rows = (pl.ds(user + first, config.block_kv),)
-    if shape.page:
-        blocks = shape.page // config.block_kv
+    if ctx.page:
+        blocks = ctx.page // config.block_kv
         number = lax.div(block, blocks)
         begin = (block - number * blocks) * config.block_kv
         page = jnp.clip(ctx.operands.pages[user + number], 0, source.shape[0] - 1)
         rows = (page, pl.ds(begin, config.block_kv))
     kv_head = lax.div(head, shape.q_heads // shape.kv_heads)
     ctx.load(source, (*rows, kv_head), ring.copied(step), ring.ready_at(step))
-    if shape.own and ring is ctx.shared.value:  # a stage of own tokens has two parts
+    if ctx.own and ring is ctx.shared.value:  # a stage of own tokens has two parts
         for _ in range(column_blocks(shape.head_dim)):
             plgpu.barrier_arrive(ring.ready_at(step))
 
 
 def _load_own(ctx: AttentionContext, step: Any, head: Any, first_row: Any) -> None:
     """Loads own keys and values of a tile's candidates into stages of values from `step` on."""
-    shape, operands, ring, own = ctx.shape, ctx.operands, ctx.shared.value, ctx.shape.own
+    shape, operands, ring, own = ctx.shape, ctx.operands, ctx.shared.value, ctx.own
     first = lax.div(first_row, jnp.int32(shape.q_len))
     kv_head = lax.div(head, shape.q_heads // shape.kv_heads)
     for i, source in enumerate((operands.self_key, operands.self_value)):
@@ -175,8 +175,8 @@ def _pass(ctx: AttentionContext, tile: Any, extent: tuple[Any, Any, Any], begin:
     length = jnp.int32(shape.kv_len)
     if ctx.operands.lengths is not None:
         length = jnp.clip(ctx.operands.lengths[user], 0, shape.kv_len)
-    if shape.page:
-        user = user * (shape.kv_len // shape.page)
+    if ctx.page:
+        user = user * (shape.kv_len // ctx.page)
     return _Pass(tile, first, stop, head, begin, end, user, length)
 
 
@@ -193,8 +193,8 @@ def _listed_pass(ctx: AttentionContext, share: _Share, i: Any) -> _Pass:
     end = target + jnp.where(exists, rows, 0)
     length = jnp.where(exists, length, 0)
     first_key = jnp.minimum(first_key, shape.kv_len - 1)  # an empty sequence may begin past the end
-    if shape.page:
-        first_key = lax.div(first_key, shape.page)
+    if ctx.page:
+        first_key = lax.div(first_key, ctx.page)
     return _Pass(i, target, end, head, target, end, first_key, length, source)
 
 
@@ -224,41 +224,24 @@ def _saved(ctx: AttentionContext, tile: Any) -> _Pass:
     return _Pass(tile, *(ctx.shared.items.words[ctx.config.q_slots, i] for i in range(count)))
 
 
-def _describe(ctx: AttentionContext, progress: _Progress, current: _Pass, is_kept: Any) -> Item:
-    """Describes a pass; the words of a single consumer are 0."""
-    blocks = jnp.maximum(1, pl.cdiv(current.length, ctx.config.block_kv))
-    flag, zero = 1 + lax.div(current.tile, ctx.shape.tiles_per_flag), jnp.int32(0)
-    return Item(blocks, current.length, current.head, flag, progress.is_kept, is_kept, *(zero,) * 3)
-
-
-def _has_keys_of(ctx: AttentionContext, a: _Pass, b: _Pass) -> Any:
-    """Whether two passes read the same keys and values."""
-    group = ctx.shape.q_heads // ctx.shape.kv_heads
-    return (a.user == b.user) & (lax.div(a.head, group) == lax.div(b.head, group))
-
-
-def _ranges(ctx: AttentionContext, current: _Pass) -> list[Any]:
-    """Returns each consumer's first row in device memory, and [begin, end) of the pass's rows."""
-    words = []
-    for consumer in range(NUM_CONSUMERS):
-        start = current.first + consumer * WGMMA_M
-        begin, end = (jnp.clip(x - start, 0, WGMMA_M) for x in (current.begin, current.end))
-        words += [_first_row(ctx, start), begin, end]
-    return words
-
-
 def _send_item(
     ctx: AttentionContext,
     progress: _Progress,
-    item: Item,
     current: _Pass,
+    is_kept: Any,
     meanwhile: Callable[[], Any],
 ) -> tuple[_Progress, Any]:
     """Sends the descriptor of a pass, and loads its operands that are not resident.
 
     Calls `meanwhile` after the first block of keys, and returns its result, too.
     """
-    shared, ranges = ctx.shared, _ranges(ctx, current)
+    blocks = jnp.maximum(1, pl.cdiv(current.length, ctx.config.block_kv))
+    flag, no_row = 1 + lax.div(current.tile, ctx.shape.tiles_per_flag), (jnp.int32(0),) * 3
+    item = Item(blocks, current.length, current.head, flag, progress.is_kept, is_kept, *no_row)
+    shared, ranges = ctx.shared, []
+    for start in (current.first + consumer * WGMMA_M for consumer in range(NUM_CONSUMERS)):
+        begin, end = (jnp.clip(x - start, 0, WGMMA_M) for x in (current.begin, current.end))
+        ranges += [_first_row(ctx, start), begin, end]
     words = (*item[:COMMON_ITEM_WORDS], *ranges)
     shared.query.await_reuse(progress.items)
 
@@ -277,8 +260,8 @@ def _send_item(
     load_value = functools.partial(load, ctx.operands.value, shared.value, value_step)
 
     def load_rest() -> None:
-        if ctx.shape.own:
-            own_step = value_step - ctx.shape.own.number
+        if ctx.own:
+            own_step = value_step - ctx.own.number
             _load_own(ctx, own_step, item.head, current.first)
 
         @pl.loop(1, item.blocks)
@@ -330,11 +313,12 @@ def _send_passes(
         current, is_kept = _saved(ctx, tile), jnp.int32(0)
         if reuse:
             tile = _save(ctx, after(current))
-            is_same = _has_keys_of(ctx, current, _saved(ctx, tile))
+            following, group = _saved(ctx, tile), ctx.shape.q_heads // ctx.shape.kv_heads
+            is_same = current.user == following.user
+            is_same &= lax.div(current.head, group) == lax.div(following.head, group)
             is_kept = (is_same & (tile < share.count)).astype(jnp.int32)
-        item = _describe(ctx, progress, current, is_kept)
         meanwhile = (lambda: tile) if reuse else (lambda: _save(ctx, after(current)))
-        progress, tile = _send_item(ctx, progress, item, current, meanwhile)
+        progress, tile = _send_item(ctx, progress, current, is_kept, meanwhile)
         return tile, progress
 
     tile = select(jnp.int32(0))
@@ -368,7 +352,7 @@ def produce(ctx: AttentionContext) -> None:
         lambda: progress,
     )
     shared.key.drain_uses(steps)
-    if shape.own:  # each sequence of passes has an end
-        steps = steps + (items - jnp.where(flag(0), 2, 1)) * shape.own.number
+    if ctx.own:  # each sequence of passes has an end
+        steps = steps + (items - jnp.where(flag(0), 2, 1)) * ctx.own.number
     shared.value.drain_uses(steps)
     shared.query.drain_uses(items)

@@ -73,44 +73,31 @@ def gdpa_kernel(
         arrays = arrays._replace(query=jnp.zeros_like(arrays.query))
         settings = settings._replace(scale=1.0)
     query, key, value = arrays[:3]
-    if isinstance(config, ShortGdpaConfig):
-        tiles = _tiles_of_short(arrays, settings, config)
-        return short_gdpa.short_gdpa(query, key, value, tiles, settings, config=config, **options)
     offsets = Offsets.of(arrays, settings)
-    if settings.rule is not None:
-        groups = {"keys_per_group": _keys_per_group(key, config)}
-        listed = masked_tiles(offsets, size=TILE_ROWS, unit=config.block_kv, **groups)
-    else:
-        listed = query_tiles(offsets, size=TILE_ROWS)
-    has_mask = settings.rule is not None or arrays.intervals is not None
-    if SOFTMAX in settings.activations and not has_mask:
-        options["config"] = config.for_softmax
-        return attention.jagged_attention_kernel(query, key, value, listed, settings, **options)
-    if settings.rule is None and arrays.intervals is not None:
-        listed, options["seen"] = gdpa_masked.mask_tiles(
-            listed, arrays.intervals, config.block_kv, _keys_per_group(key, config)
-        )
-    return gdpa_forward(query, key, value, listed, settings, config=config, **options)
-
-
-def _keys_per_group(key: jax.Array, config: GdpaConfig) -> int | None:
-    """Returns how many keys a group has; None if there is one, or without tickets.
-
-    Fixed shares are even only if all tiles are sorted by falling work.
-    """
+    if isinstance(config, ShortGdpaConfig):
+        tiles: TileList | Offsets = offsets
+        if not config.finds_tiles or arrays.q_to_kv is not None:
+            # In the order of memory: L2 has rows that tiles of neighbouring sequences load, too.
+            tiles = query_tiles(offsets, size=config.tile_rows, unit=config.block_kv)
+        return short_gdpa.short_gdpa(query, key, value, tiles, settings, config=config, **options)
     rows, heads, head_dim = key.shape
     fit = group_rows(rows, heads * head_dim)
-    return fit if config.tickets and fit < rows else None
-
-
-def _tiles_of_short(
-    arrays: Arrays, settings: Settings, config: ShortGdpaConfig
-) -> TileList | Offsets:
-    offsets = Offsets.of(arrays, settings)
-    if config.finds_tiles and arrays.q_to_kv is None:
-        return offsets
-    # In the order of memory, rows that tiles of neighbouring sequences load, too, are in L2.
-    return query_tiles(offsets, size=config.tile_rows, unit=config.block_kv)
+    # Fixed shares are even only if all tiles are sorted by falling work.
+    keys_per_group = fit if config.tickets and fit < rows else None
+    if settings.rule is not None:
+        listed = masked_tiles(
+            offsets, size=TILE_ROWS, unit=config.block_kv, keys_per_group=keys_per_group
+        )
+    else:
+        listed = query_tiles(offsets, size=TILE_ROWS)
+        if arrays.intervals is not None:
+            listed, options["seen"] = gdpa_masked.mask_tiles(
+                listed, arrays.intervals, config.block_kv, keys_per_group
+            )
+        elif SOFTMAX in settings.activations:
+            options["config"] = config.for_softmax
+            return attention.jagged_attention_kernel(query, key, value, listed, settings, **options)
+    return gdpa_forward(query, key, value, listed, settings, config=config, **options)
 
 
 def gdpa_forward(

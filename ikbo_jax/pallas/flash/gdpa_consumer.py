@@ -28,13 +28,6 @@ class _State(NamedTuple):
     statistics: Any = None  # of a softmax, with the current block: `gdpa_softmax.Statistics`
 
 
-class _Work(NamedTuple):
-    """Products that a consumer issues in the last step of an item."""
-
-    has_scores: bool  # the scores of the next item's first block
-    keys: int  # values of the last block that are multiplied; 0: this consumer has no rows
-
-
 def _receive(ctx: GdpaContext, index: Any) -> Item:
     items = ctx.shared.items
     items.await_ready(index)
@@ -44,7 +37,7 @@ def _receive(ctx: GdpaContext, index: Any) -> Item:
 
 def _has_rows(ctx: GdpaContext, index: Any) -> Any:
     """Whether this consumer has rows of item `index`; the end of the items has no rows."""
-    return ctx.destination(index).rows > ctx.consumer * WGMMA_M
+    return ctx.destination(index)[-1] > ctx.consumer * WGMMA_M
 
 
 def _is_half(ctx: GdpaContext, item: Item) -> Any:
@@ -254,23 +247,25 @@ def _last_step(
     full, half, has_scores = config.block_kv, config.block_kv // 2, has_next
     if skips_items:
         has_scores = _has_rows(ctx, index + 1)
-    table = [_Work(False, full), _Work(True, full)]
+    # Whether the scores of the next item's first block are issued, and how many values of the last
+    # block are multiplied; 0: this consumer has no rows.
+    table = [(False, full), (True, full)]
     number = has_scores.astype(jnp.int32)
     if config.half_blocks:
-        table.append(_Work(True, half))
+        table.append((True, half))
         is_half = has_scores & _is_half(ctx, item)
-        number = jnp.where(is_half, table.index(_Work(True, half)), number)
+        number = jnp.where(is_half, table.index((True, half)), number)
     if config.skip_empty:
-        table += [_Work(False, 0), _Work(True, 0)]
-        empty = table.index(_Work(False, 0)) + has_scores.astype(jnp.int32)
+        table += [(False, 0), (True, 0)]
+        empty = table.index((False, 0)) + has_scores.astype(jnp.int32)
         if skips_items:
             is_busy = _has_rows(ctx, index)
         else:
             is_busy = gdpa_masked.seen_blocks(ctx, index) >= item.blocks
         number = jnp.where(is_busy, number, empty)
     branches = [
-        functools.partial(with_scores if work.has_scores else without_scores, work.keys)
-        for work in table
+        functools.partial(with_scores if issues_scores else without_scores, keys)
+        for issues_scores, keys in table
     ]
     state = lax.switch(number, branches)
     acc = mma.after_wait(state.acc)
@@ -360,33 +355,24 @@ def _consumer_rows(ctx: GdpaContext, target: Any, rows: Any) -> tuple[Any, Any]:
 def _store_item(ctx: GdpaContext, index: Any, acc: jax.Array, statistics: Any) -> None:
     head, target, rows = ctx.destination(index)
     first_row, rows = _consumer_rows(ctx, target, rows)
-    store = functools.partial(_store, ctx, index, head, first_row, rows, acc, statistics)
+
+    def store() -> None:
+        if ctx.shape.log2_scale is not None:
+            scaled = gdpa_softmax.normalised(ctx, acc, statistics, first_row, head, rows)
+        else:
+            scaled = gdpa_weights.scale_result(ctx.shape.activation, head, acc)
+        out = scaled.astype(ctx.outputs.out.dtype)
+        if ctx.config.q_slots > 1:
+            slot = ctx.shared.query.slot(index)
+            _stage(ctx, slot, out)
+            _store_staged(ctx, slot, head, first_row, rows)
+        else:
+            stores.store_rows(ctx.outputs.out, out, first_row, head, 0 * rows, rows)
+
     if ctx.config.skip_empty:
         pl.when(rows > 0)(store)
     else:
         store()
-
-
-def _store(
-    ctx: GdpaContext,
-    index: Any,
-    head: Any,
-    first_row: Any,
-    rows: Any,
-    acc: jax.Array,
-    statistics: Any,
-) -> None:
-    if ctx.shape.log2_scale is not None:
-        acc = gdpa_softmax.normalised(ctx, acc, statistics, first_row, head, rows)
-    else:
-        acc = gdpa_weights.scale_result(ctx.shape.activation, head, acc)
-    out = acc.astype(ctx.outputs.out.dtype)
-    if ctx.config.q_slots > 1:
-        slot = ctx.shared.query.slot(index)
-        _stage(ctx, slot, out)
-        _store_staged(ctx, slot, head, first_row, rows)
-        return
-    stores.store_rows(*(ctx.outputs.out, out, first_row, head, 0 * rows, rows))
 
 
 def _zero_rest(ctx: GdpaContext) -> None:
@@ -409,4 +395,5 @@ def _zero_rest(ctx: GdpaContext) -> None:
             first_row, rows = _consumer_rows(ctx, target, rows)
             _store_staged(ctx, slot, head, first_row, rows)
             if ctx.outputs.lse is not None:
-                gdpa_softmax.store_lse(ctx, gdpa_softmax.rows_of(-jnp.inf), first_row, head, rows)
+                lse = gdpa_softmax.rows_of(-jnp.inf)
+                stores.store_rows(ctx.outputs.lse, lse, first_row, head, 0 * rows, rows)

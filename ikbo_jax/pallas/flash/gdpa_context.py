@@ -50,22 +50,18 @@ class Item(NamedTuple):
     is_resident: Any  # 1: the item before left all blocks in shared memory
 
 
-class Destination(NamedTuple):
-    """Where an item's result goes; read only when it is stored, to save registers before."""
-
-    head: Any
-    target: Any  # first row of the tile in the result
-    rows: Any  # rows of the tile
-
-
 @dataclasses.dataclass(frozen=True)
 class GdpaContext(FlashContext):
     """The context of a GDPA forward kernel's warpgroup."""
 
-    def destination(self, item: Any) -> Destination:
+    def destination(self, item: Any) -> list[Any]:
+        """Reads the further words of an item: head, first row of the result, rows of the tile.
+
+        Only when they are used, to save registers before.
+        """
         items, first = self.shared.items, len(Item._fields)
         slot = items.slot(item)
-        return Destination(*(items.words[slot, first + i] for i in range(len(Destination._fields))))
+        return [items.words[slot, first + i] for i in range(3)]
 
     def mask_word(self, item: Any, number: int) -> Any:
         """Reads word `number` of the mask in the descriptor of the received item `item`."""

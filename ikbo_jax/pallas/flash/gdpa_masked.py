@@ -40,10 +40,9 @@ def mask_tiles(
     ends = ranges_and_gaps(jnp.where(sees[..., None], intervals.at[rows].get(mode="clip"), 0))
     last = jnp.max(ends[..., 1], axis=1)
     first = jnp.min(jnp.where(ends[..., 1] > 0, ends[..., 0], last[:, None]), axis=1)
-    skip_from, skipped = _hole(ends - first[:, None, None], block_kv)
     ends = ends.reshape(-1, NUM_CONSUMERS, WGMMA_M, 4)
     zero, is_row = jnp.zeros_like(first), is_row.reshape(ends.shape[:3])
-    cuts = _cuts(ends - first[:, None, None, None], is_row, skipped[:, None], block_kv)
+    skip_from, skipped, cuts = _blocks(ends - first[:, None, None, None], is_row, block_kv)
     columns = (skip_from, skipped, first, number, zero, zero, zero)
     count = jnp.maximum(last - first - skipped, 0)
     words = words.at[:, lists.KV_START].add(first).at[:, lists.KV_LENGTH].set(count)
@@ -52,34 +51,28 @@ def mask_tiles(
     return tiles, jnp.moveaxis(ends, 3, 2)
 
 
-def _hole(ends: jax.Array, block_kv: int) -> tuple[jax.Array, jax.Array]:
-    """Finds whole blocks that lie in the gaps of all rows: (the first block, their keys)."""
-    most = jnp.int32(2**30)
-    begin, end, gap_begin, gap_end = (ends[..., i] for i in range(4))
-    has_gap, sees = gap_begin < gap_end, begin < end
-    hole_begin = jnp.max(jnp.where(has_gap, gap_begin, jnp.where(sees, most, 0)), axis=1)
-    hole_end = jnp.min(jnp.where(has_gap, gap_end, jnp.where(sees, 0, most)), axis=1)
-    before = (hole_begin + (block_kv - 1)) // block_kv
-    skipped = jnp.maximum(hole_end - before * block_kv, 0) // block_kv * block_kv
-    return before, jnp.where(hole_end < most, skipped, 0)
+def _blocks(ends: jax.Array, is_row: jax.Array, block_kv: int) -> tuple[jax.Array, ...]:
+    """Finds blocks that lie in the gaps of all rows, and blocks that consumers mask.
 
-
-def _cuts(ends: jax.Array, is_row: jax.Array, skipped: jax.Array, block_kv: int) -> jax.Array:
-    """Finds the blocks that consumers mask, [tiles, 8]; leaves out rows that do not exist.
-
-    `ends` [tiles, 2, 64, 4] count from the tile's first key; `skipped` [tiles, 1] keys come before.
+    `ends` [tiles, 2, 64, 4] count from the tile's first key; `is_row`: which rows exist. Returns
+    the first block in the gaps, the keys of these blocks, and blocks for each consumer [tiles, 8].
     """
     most = jnp.int32(2**30)
     begin, end, gap_begin, gap_end = (ends[..., i] for i in range(4))
-    has_gap = is_row & (gap_begin < gap_end)
+    has_gap, sees = gap_begin < gap_end, begin < end
+    hole_begin = jnp.max(jnp.where(has_gap, gap_begin, jnp.where(sees, most, 0)), axis=(1, 2))
+    hole_end = jnp.min(jnp.where(has_gap, gap_end, jnp.where(sees, 0, most)), axis=(1, 2))
+    before = (hole_begin + (block_kv - 1)) // block_kv
+    skipped = jnp.maximum(hole_end - before * block_kv, 0) // block_kv * block_kv
+    skipped = jnp.where(hole_end < most, skipped, 0)
     found = (
         jnp.max(jnp.where(is_row, begin, 0), axis=2) + (block_kv - 1),
-        jnp.min(jnp.where(is_row, end, most), axis=2) - skipped,
+        jnp.min(jnp.where(is_row, end, most), axis=2) - skipped[:, None],
         jnp.min(jnp.where(has_gap, gap_begin, most), axis=2),
-        jnp.max(jnp.where(has_gap, gap_end, -most), axis=2) - skipped + (block_kv - 1),
+        jnp.max(jnp.where(has_gap, gap_end, -most), axis=2) - skipped[:, None] + (block_kv - 1),
     )
-    blocks = jnp.maximum(jnp.stack(found, axis=2), 0) // block_kv
-    return blocks.reshape(-1, NUM_CONSUMERS * 4)
+    cuts = jnp.maximum(jnp.stack(found, axis=2), 0) // block_kv
+    return before, skipped, cuts.reshape(-1, NUM_CONSUMERS * 4)
 
 
 def find_cuts(ctx: Any, item: Any, block: Any) -> tuple[Any, ...]:

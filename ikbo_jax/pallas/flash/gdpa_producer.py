@@ -9,7 +9,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from ikbo_jax.pallas.flash.gdpa_context import Destination, GdpaContext, Item
+from ikbo_jax.pallas.flash.gdpa_context import GdpaContext, Item
 from ikbo_jax.pallas.hopper import mosaic
 from ikbo_jax.pallas.hopper.rings import Ring
 from ikbo_jax.pallas.worklist import lists
@@ -25,11 +25,11 @@ class _Progress(NamedTuple):
     is_kept: Any  # 1: the next item reuses the last item's blocks
 
 
-def _describe(
-    ctx: GdpaContext, progress: _Progress, item: Item, destination: Destination, tile: Any
-) -> None:
-    """Waits for the next query slot, and sends the descriptor of its item."""
-    words: tuple[Any, ...] = (*item, *destination)
+def _describe(ctx: GdpaContext, progress: _Progress, words: tuple[Any, ...], tile: Any) -> None:
+    """Waits for the next query slot, and sends the descriptor of its item.
+
+    `words` are those of `Item` and of `GdpaContext.destination`.
+    """
     items = ctx.shared.items
     if not ctx.shape.has_mask:
         items.send_words(progress.items, words, after=ctx.shared.query)
@@ -69,10 +69,8 @@ def _send_item(ctx: GdpaContext, head: Any, end: Any, tile: Any, progress: _Prog
     block_kv = ctx.config.block_kv
     blocks = lax.div(length + (block_kv - 1), block_kv)
     is_resident = progress.is_kept
-    _describe(
-        *(ctx, progress, Item(blocks, length, head, is_resident)),
-        *(Destination(head, target, rows), tile),
-    )
+    item = Item(blocks, length, head, is_resident)
+    _describe(ctx, progress, (*item, head, target, rows), tile)
     ctx.load_queries(progress.items, lambda consumer: source + consumer * WGMMA_M, head)
 
     def send(source: Any, ring: Ring, block: Any) -> None:
@@ -124,13 +122,10 @@ def _send_run(
 def _send_taken_runs(ctx: GdpaContext, runs: Any, progress: _Progress) -> _Progress:
     """Sends the CTA's run, then runs that it takes by the counter after it has sent one."""
 
-    def take(i: Any) -> Any:
-        return ctx.shape.workers + ctx.take(i, runs)
-
     def send(carry: tuple[Any, Any, _Progress]) -> tuple[Any, Any, _Progress]:
         i, number, progress = carry
         progress = _send_run(ctx, lambda taken: taken, number, progress)
-        return i + 1, take(i), progress
+        return i + 1, ctx.shape.workers + ctx.take(i, runs), progress
 
     start = (jnp.int32(0), ctx.worker, progress)
     return lax.while_loop(lambda carry: carry[1] < runs, send, start)[2]
@@ -148,5 +143,5 @@ def produce(ctx: GdpaContext) -> None:
     else:
         send = functools.partial(_send_run, ctx, ctx.work_item)
         progress = lax.fori_loop(0, ctx.work_items(items), send, progress)
-    _describe(ctx, progress, Item(zero, zero, zero, zero), Destination(zero, zero, zero), zero)
+    _describe(ctx, progress, (zero,) * 7, zero)
     ctx.drain()

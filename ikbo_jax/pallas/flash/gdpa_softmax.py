@@ -34,13 +34,13 @@ class Statistics(NamedTuple):
     sums: jax.Array  # [64, 8] f32, whose row sums are the sums of weights
 
 
-#: Takes the accumulator without the block; returns rounded weights, accumulator and statistics.
-Finish = Callable[[Any], tuple[jax.Array, Any, Statistics]]
-
-
-def weigh(ctx: Any, place: Any, scores: jax.Array, before: Statistics | None) -> Finish:
+def weigh(
+    ctx: Any, place: Any, scores: jax.Array, before: Statistics | None
+) -> Callable[[Any], tuple[jax.Array, Any, Statistics]]:
     """Computes weights of raw scores [64, block_kv]; None `before` an item's first block.
 
+    The result takes the accumulator without the block, and returns rounded weights, accumulator and
+    statistics.
     Weights are relative to the maximum before the block; no maximum of the block is computed unless
     a sum says that it has grown.
     """
@@ -99,14 +99,9 @@ def normalised(
     if ctx.outputs.lse is not None:
         unit = jnp.float32(ctx.shape.log2_scale * softmax.LN_2)
         lse = jnp.where(sums != 0, jnp.log(sums) + found.extreme * unit, -jnp.inf)
-        store_lse(ctx, lse, first_row, head, rows)
+        stores.store_rows(ctx.outputs.lse, lse, first_row, head, 0 * rows, rows)
     inverse = softmax.inverse_sums(sums, ctx.shape.activation.output_scale)
     return acc * lax.broadcast_in_dim(inverse, acc.shape, (0,))
-
-
-def store_lse(ctx: Any, lse: jax.Array, first_row: Any, head: Any, rows: Any) -> None:
-    """Stores lse [64] of the first `rows` of a consumer's rows."""
-    stores.store_rows(*(ctx.outputs.lse, lse, first_row, head, 0 * rows, rows))
 
 
 def rows_of(value: float) -> jax.Array:

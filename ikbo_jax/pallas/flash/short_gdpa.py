@@ -28,7 +28,6 @@ Synchronisations, all within the warpgroup; S is `ShortGdpaConfig.slots`:
 
 import dataclasses
 import functools
-import math
 from typing import Any, NamedTuple
 
 import jax
@@ -39,7 +38,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ikbo_jax.pallas.activations import weights as gdpa_weights
 from ikbo_jax.pallas.activations.weights import ActivationSpec
-from ikbo_jax.pallas.flash import softmax
+from ikbo_jax.pallas.flash import gdpa_context, softmax
 from ikbo_jax.pallas.flash.context import Operands, Outputs
 from ikbo_jax.pallas.hopper import mma, mosaic, operand_tiles, schedule, stores
 from ikbo_jax.pallas.hopper.launch import Roles, WarpgroupContext, launch
@@ -50,22 +49,14 @@ from ikbo_jax.pallas.worklist.segments import SegmentContext
 from ikbo_jax.pallas.worklist.segments import Shape as Segments
 from ikbo_jax.problems.hopper import WGMMA_M
 from ikbo_jax.problems.short_gdpa import Batch, ShortGdpaConfig
-from ikbo_jax.reference.activations import SOFTMAX
 from ikbo_jax.reference.gdpa import Settings
 
 
 @dataclasses.dataclass(frozen=True)
-class Shape:
-    """Static description of a launch; None: a softmax, and tiles that are listed, not found."""
+class Shape(gdpa_context.Shape):
+    """Static description of a launch; `segments`: None if tiles are listed, not found."""
 
-    q_heads: int
-    kv_heads: int
-    head_dim: int
-    workers: int
-    activation: ActivationSpec | None
-    log2_scale: float
-    output_scale: float
-    segments: Segments | None
+    segments: Segments | None = None
 
 
 class Item(NamedTuple):
@@ -81,11 +72,6 @@ class Item(NamedTuple):
 
 class Context(WarpgroupContext):
     """The context of the CTA's warpgroup."""
-
-    @property
-    def spare(self) -> int:
-        """Number of steps, and of items, that are loaded ahead of the computed one."""
-        return self.config.slots - 1
 
     @property
     def segments(self) -> SegmentContext:
@@ -163,12 +149,6 @@ def _zero_hidden(ctx: Context, tiles: Any, visible: Visible) -> None:
         operand_tiles.zero_rows(tiles, jnp.maximum(visible.end, 0))
 
 
-def _scores(ctx: Context, index: Any, step: Any) -> jax.Array:
-    """Issues the scores of the item's queries and the block of keys at `step`."""
-    query, key = ctx.shared.query, ctx.shared.key
-    return mma.product(query.matrix(index), key.matrix(step), ctx.shape.head_dim)
-
-
 def _add_values(
     ctx: Context, acc: jax.Array, weights: jax.Array, block: Any, step: Any
 ) -> jax.Array:
@@ -189,13 +169,12 @@ def _step(
     visible = Visible.in_block(item.length, block, ctx.config.block_kv)
     pl.when(block == 0)(functools.partial(shared.query.await_ready, index))
     shared.key.await_ready(step)
-    is_softmax = shape.activation is None
-    if not is_softmax:
+    if shape.log2_scale is None:
         _zero_hidden(ctx, shared.key.matrix(step), visible)
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     plgpu.commit_smem()
     pl.when(following.index < count)(functools.partial(_load, ctx, following))
-    scores = _scores(ctx, index, step)
+    scores = mma.product(shared.query.matrix(index), shared.key.matrix(step), shape.head_dim)
     following = _advance(ctx, count, following)
     shared.value.await_ready(step)
     _zero_hidden(ctx, shared.value.matrix(step), visible)
@@ -203,7 +182,7 @@ def _step(
     plgpu.commit_smem()
     scores = mma.after_wait(scores)
     dtype = ctx.outputs.out.dtype
-    if is_softmax:
+    if shape.log2_scale is not None:
         scores = visible.keep(scores, softmax.masked_score(shape.log2_scale))
         state, p = softmax.running_step(state, scores, shape.log2_scale)
         state = state._replace(acc=_add_values(ctx, state.acc, p.astype(dtype), block, step))
@@ -235,12 +214,12 @@ def _store(ctx: Context, item: Item, index: Any, out: jax.Array) -> None:
 def _finish(ctx: Context, item: Item, index: Any, state: Any) -> None:
     """Scales an item's sums, and stores results and, if the launch returns it, lse."""
     shape, dtype = ctx.shape, ctx.outputs.out.dtype
-    if shape.activation is not None:
+    if shape.log2_scale is None:
         out = gdpa_weights.scale_result(shape.activation, item.head, state)
         _store(ctx, item, index, out.astype(dtype))
         return
     row_sum = jnp.sum(state.sums, axis=1)
-    inverse = softmax.inverse_sums(row_sum, shape.output_scale)
+    inverse = softmax.inverse_sums(row_sum, shape.activation.output_scale)
     out = state.acc * lax.broadcast_in_dim(inverse, state.acc.shape, (0,))
     _store(ctx, item, index, out.astype(dtype))
     if ctx.outputs.lse is not None:
@@ -256,7 +235,7 @@ def _zero_gaps(ctx: Context, found: found_tiles.Found) -> None:
     def store(target: Any, rows: Any, head: Any) -> None:
         item = Item(zero, target, rows, zero, zero, head)
         state: Any = mma.zeros(shape.head_dim, jnp.float32)
-        if shape.activation is None:
+        if shape.log2_scale is not None:
             state = softmax.running_start(shape.head_dim, shape.log2_scale)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         plgpu.commit_smem()
@@ -274,7 +253,7 @@ def consume(ctx: Context) -> None:
     count = schedule.back_and_forth_share(ctx.worker, shape.workers, items)
 
     def start() -> Any:
-        if shape.activation is None:
+        if shape.log2_scale is not None:
             return softmax.running_start(shape.head_dim, shape.log2_scale)
         return mma.undefined(shape.head_dim)
 
@@ -289,7 +268,7 @@ def consume(ctx: Context) -> None:
     def _() -> None:
         zero = jnp.int32(0)
         following = _Next(_item(ctx, count, zero), zero, zero, zero)
-        for _ in range(ctx.spare):
+        for _ in range(ctx.config.slots - 1):  # steps, and items, are loaded ahead
             pl.when(following.index < count)(functools.partial(_load, ctx, following))
             following = _advance(ctx, count, following)
         lax.fori_loop(0, count, one_item, (zero, following))
@@ -319,7 +298,6 @@ def short_gdpa(
     heads.
     """
     _, q_heads, head_dim = query.shape
-    is_softmax = SOFTMAX in settings.activations
     segments = batch = None
     if isinstance(tiles, Offsets):
         segments = Segments.of(tiles, config.tile_rows, config.block_kv, warpgroups=1)
@@ -329,20 +307,12 @@ def short_gdpa(
     else:
         most, of_tiles = tiles.words.shape[0], tiles._asdict()
     workers = min(num_sms * config.ctas, most * q_heads)
-    shape = Shape(
-        q_heads,
-        key.shape[1],
-        head_dim,
-        workers,
-        None if is_softmax else ActivationSpec.of(settings, query.dtype),
-        settings.scale * math.log2(math.e),
-        settings.output_scale,
-        segments,
-    )
+    activation = ActivationSpec.of(settings, query.dtype)
+    shape = Shape(q_heads, key.shape[1], head_dim, activation, workers, segments=segments)
     out, *lse = launch(
         Roles(functools.partial(Context, shape, config), None, consume),
         Operands(query, key, value, **of_tiles),
-        Outputs.of(out_rows, query, has_lse=is_softmax and return_residuals),
+        Outputs.of(out_rows, query, has_lse=return_residuals and shape.log2_scale is not None),
         config.shared(head_dim, batch),
         dtype=query.dtype,
         name="ikbo_short_gdpa",

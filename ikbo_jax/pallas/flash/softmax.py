@@ -39,11 +39,6 @@ def row_extreme(scores: jax.Array, log2_scale: float) -> jax.Array:
     return jnp.max(scores, axis=1) if log2_scale > 0 else jnp.min(scores, axis=1)
 
 
-def row_maximum(scores: jax.Array, log2_scale: float) -> jax.Array:
-    """Finds the maximum of the scaled scores, [64]."""
-    return row_extreme(scores, log2_scale) * jnp.float32(log2_scale)
-
-
 def exponentials(scores: jax.Array, maximum: jax.Array, log2_scale: float) -> jax.Array:
     """Computes exp2(score * log2_scale - maximum), [64, keys]."""
     shift = lax.broadcast_in_dim(maximum, scores.shape, (0,))
@@ -154,9 +149,8 @@ def partial_sums(p: jax.Array) -> jax.Array:
 
 def nan_where_not_finite(sums: jax.Array, acc: jax.Array) -> jax.Array:
     """Puts NaN into rows of `sums` [64, 8] where `acc` [64, width] holds NaN or infinity."""
-    for i in range(
-        0, acc.shape[1], PARTIAL
-    ):  # 0 times NaN or infinity is NaN; one FFMA per element
+    for i in range(0, acc.shape[1], PARTIAL):
+        # 0 times NaN or infinity is NaN; one FFMA per element.
         sums = lax.slice(acc, (0, i), (acc.shape[0], i + PARTIAL)) * jnp.float32(0) + sums
     return sums
 
@@ -169,9 +163,7 @@ def masked_score(log2_scale: float) -> float:
 def flag_rows(
     flags: Any, index: Any, row_sum: jax.Array, begin: Any, end: Any, limit: float
 ) -> None:
-    """Sets flags[index] and flags[0] to 1 if a row in [begin, end) has a sum outside [SUM_MINIMUM,
-    limit).
-    """
+    """Sets flags[index] and flags[0] to 1 if a row in [begin, end) has a sum out of bounds."""
     row = plgpu.broadcasted_iota(jnp.int32, (WGMMA_M,), 0, layout=ROW_LAYOUT)
     is_good = (row_sum < jnp.float32(limit)) & (row_sum >= jnp.float32(SUM_MINIMUM))
     is_good = is_good | (row < begin) | (row >= end)

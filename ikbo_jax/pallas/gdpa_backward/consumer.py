@@ -151,15 +151,6 @@ def _multiply(
     return (total,) if d_value is None else (total, d_value)
 
 
-def _complete(
-    ctx: BackwardContext, sums: tuple[jax.Array, ...], step: Any
-) -> tuple[jax.Array, ...]:
-    """The sums after their wait; frees the block of the last products."""
-    sums = tuple(mma.after_wait(x) for x in sums)
-    ctx.shared.streamed.release(step)
-    return sums
-
-
 def _tile(ctx: BackwardContext, item: Any, first_step: Any) -> Any:
     """Computes and stores a tile; returns the next tile's first step."""
     stationary = ctx.shared.stationary
@@ -167,9 +158,14 @@ def _tile(ctx: BackwardContext, item: Any, first_step: Any) -> Any:
         _receive_tile(ctx, item)
     rows = softmax.receive_rows(ctx)
 
-    def complete_last(step: Any, sums: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    def complete(step: Any, sums: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        """The sums before `step`, after their wait; frees the block of the last products."""
+        last = None if ctx.shape.has_mask else step - 1
         sums = tuple(mma.after_wait(x) for x in sums)
-        pl.when(step > first_step)(lambda: ctx.shared.streamed.release(step - 1))
+        if ctx.shape.has_mask:
+            pl.when(step > first_step)(lambda: ctx.shared.streamed.release(step - 1))
+        else:
+            ctx.shared.streamed.release(last)
         return sums
 
     def add_cut(step: Any, sums: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
@@ -178,7 +174,7 @@ def _tile(ctx: BackwardContext, item: Any, first_step: Any) -> Any:
 
         def skip(*sums: jax.Array) -> tuple[jax.Array, ...]:
             mma.wait(0)
-            return complete_last(step, sums)
+            return complete(step, sums)
 
         def compute(*sums: jax.Array) -> tuple[jax.Array, ...]:
             return add(step, sums, is_cut=True)
@@ -200,10 +196,8 @@ def _tile(ctx: BackwardContext, item: Any, first_step: Any) -> Any:
         scores = _issue_scores(ctx, 0, item, step)
         mma.wait(0)
         scores = mma.after_wait(scores)
-        if sums is not None and ctx.shape.has_mask:
-            sums = complete_last(step, sums)
-        elif sums is not None:
-            sums = _complete(ctx, sums, step - 1)
+        if sums is not None:
+            sums = complete(step, sums)
         mask = None
         if is_cut:
             flags = masked.received_flags(ctx, step)
@@ -223,7 +217,9 @@ def _tile(ctx: BackwardContext, item: Any, first_step: Any) -> Any:
     else:
         sums = lax.fori_loop(first_step + 1, end, add, sums)
     mma.wait(0)
-    sums = _complete(ctx, sums, end - 1)
+    last = end - 1
+    sums = tuple(mma.after_wait(x) for x in sums)
+    ctx.shared.streamed.release(last)
     _store(ctx, mosaic.opaque(item), sums)
     return end
 
@@ -272,9 +268,6 @@ def _store(ctx: BackwardContext, item: Any, sums: tuple[jax.Array, ...]) -> None
 
 
 def _all_tiles(ctx: BackwardContext) -> None:
-    if ctx.shape.has_mask:
-        _taken_tiles(ctx)
-        return
     count = ctx.item_count
     lax.fori_loop(0, count, functools.partial(_tile, ctx), jnp.int32(0))
     _free_stored_slot(ctx, count - 1)
@@ -309,6 +302,6 @@ def consume(ctx: BackwardContext) -> None:
     if ctx.shared.statistics_free is not None:
         plgpu.barrier_arrive(ctx.shared.statistics_free.at[0])
     if ctx.shape.has_mask:
-        _all_tiles(ctx)
+        _taken_tiles(ctx)
     else:
         pl.when(ctx.item_count > 0)(functools.partial(_all_tiles, ctx))

@@ -53,8 +53,8 @@ class Shape:
     activation: ActivationSpec
     scales: tuple[float, ...]
     workers: int
-    has_mask: bool = dataclasses.field(default=False, kw_only=True)
-    has_stored: bool = dataclasses.field(default=False, kw_only=True)
+    has_mask: bool = False
+    has_stored: bool = False
 
     @property
     def is_for_keys(self) -> bool:
@@ -160,8 +160,12 @@ class BackwardContext(WarpgroupContext):
         return self.shape.workers + self.take(items, 0)
 
     @property
+    def tile_count(self) -> Any:
+        return self.operands.counts[1]
+
+    @property
     def item_count(self) -> Any:
         """Number of items, (tile, head), of this CTA."""
         shape = self.shape
-        items = self.operands.counts[1] * shape.heads
+        items = self.tile_count * shape.heads
         return (items - self.worker + shape.workers - 1) // shape.workers

@@ -37,6 +37,7 @@ Source: a backward pass with two consumers of 64 rows follows Shah et al., "Flas
 No code is shared.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -115,18 +116,32 @@ def gradient_kernel(
     results = (result,) * len(shape.scales)
     if stored_rows:
         results += (jax.ShapeDtypeStruct((stored_rows, 1, WGMMA_M), query.dtype),)
+    operands = Operands(*pairs, *work, statistics, masks=masks)
+    name = "ikbo_gdpa_d_key_value" if is_for_keys else "ikbo_gdpa_d_query"
+    return launch_kernel(BackwardContext, shape, config, operands, results, name)
 
-    def context(shared: Any, *rest: Any) -> BackwardContext:
-        return BackwardContext(shape, config, with_words(shape, config, shared), *rest)
+
+def launch_kernel(
+    context: Callable[..., BackwardContext],
+    shape: Shape,
+    config: GdpaBackwardConfig,
+    operands: Operands,
+    results: tuple[jax.ShapeDtypeStruct, ...],
+    name: str,
+) -> tuple[jax.Array, ...]:
+    """Launches one kernel; `context` makes a `BackwardContext` of its first five fields."""
+
+    def make(shared: Any, *rest: Any) -> BackwardContext:
+        return context(shape, config, with_words(shape, config, shared), *rest)
 
     softmax_results = len(shape.scales) if shape.has_softmax else None
     return launch(
-        Roles(context, produce, consume),
-        Operands(*pairs, *work, statistics, masks=masks),
+        Roles(make, produce, consume),
+        operands,
         results,
-        config.shared(head_dim, softmax_results, shape.has_mask, reads_stored),
-        dtype=query.dtype,
-        name="ikbo_gdpa_d_key_value" if is_for_keys else "ikbo_gdpa_d_query",
+        config.shared(shape.head_dim, softmax_results, shape.has_mask, shape.reads_stored),
+        dtype=operands.stationary[0].dtype,
+        name=name,
         workers=shape.workers,
         has_counter=shape.has_mask,
     )

@@ -211,7 +211,7 @@ def _seen_keys(
         key = number * size
         return lambda i: (found[:, i, None], found[:, i + 1, None]), key, key + size
 
-    return _compare(works.queries, origin, -(-longest // size), of_consumer, lambda _: True)
+    return _compare(works.queries, origin, -(-longest // size), of_consumer)
 
 
 def _compare(
@@ -219,12 +219,12 @@ def _compare(
     origin: jax.Array,
     size: int,
     of_consumer: Callable[[int, jax.Array], tuple[Any, ...]],
-    is_own: Callable[[jax.Array], Any],
+    is_own: Any = True,
 ) -> _Blocks:
     """Says whether a row of each tile sees a block, and whether none needs a mask, as producers do.
 
     `of_consumer` takes a consumer's number and blocks' numbers [1, `size`], and returns what
-    `_is_cut` takes; `is_own` says which of these blocks may be a tile's.
+    `_is_cut` takes; `is_own` [tiles, `size`] says which of these blocks may be a tile's.
     """
     number = jnp.arange(size, dtype=jnp.int32)[None]
     is_seen, is_whole = jnp.bool_(False), jnp.bool_(True)
@@ -234,7 +234,7 @@ def _compare(
         is_cut, has_gap = _is_cut(*compared)
         is_seen |= has_rows & ~_sees_none(*compared)
         is_whole &= ~(has_rows & (is_cut | has_gap))
-    is_seen &= _is_below(work, 0) & is_own(number)
+    is_seen &= _is_below(work, 0) & is_own
     is_whole &= is_seen
     is_after = ~is_whole & jnp.pad(is_whole[:, :-1], ((0, 0), (1, 0)))
     return _Blocks(origin, is_seen, is_whole, is_after)
@@ -259,16 +259,11 @@ def _seen_queries(works: Works, offsets: Offsets, groups: list[jax.Array], parts
         _, _, rows, row = jnp.moveaxis(keys.ranges.at[sequence].get(mode="clip"), 1, 0)
         begin = lax.div(row, jnp.int32(WGMMA_M))[:, None]
         end = lax.div(row + rows + (WGMMA_M - 1), jnp.int32(WGMMA_M))[:, None]
-
-        def is_own(number: jax.Array) -> jax.Array:
-            return (number >= begin) & (number < end)
-
+        number = jnp.arange(len(blocks), dtype=jnp.int32)[None]
+        is_own = (number >= begin) & (number < end)
     else:
         key, kv, kv_of = _shared_keys(first_row, blocks, offsets, parts)
-
-        def is_own(number: jax.Array) -> jax.Array:
-            return kv[:, None] == kv_of.at[number].get(mode="clip")
-
+        is_own = kv[:, None] == kv_of[None]
     first, last = key[:, None], key[:, None] + keys.tiles[:, 2:3]
 
     def of_consumer(consumer: int, number: jax.Array) -> tuple[Any, ...]:

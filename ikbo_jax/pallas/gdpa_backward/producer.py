@@ -208,7 +208,7 @@ def _send_cut(
 def _send_taken(ctx: BackwardContext) -> None:
     """Sends the item with the CTA's number, then items that it takes by the counter, and an end."""
     shape, ring = ctx.shape, ctx.shared.stationary
-    items = ctx.operands.counts[1] * shape.heads
+    items = ctx.tile_count * shape.heads
 
     def send(carry: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
         item, number, step = carry

@@ -55,7 +55,7 @@ def _expanded(
         value = Lazy(value, shape)
     produced = None
     if is_plain(value) and depth:
-        produced = ctx.provenance.visible_producer(value, ("add", "sub"))
+        produced = ctx.scope.producer(value, ("add", "sub"))
     operands = () if produced is None else produced[1]
     if produced is None or not all(
         len(shape_of(x)) == len(shape)
