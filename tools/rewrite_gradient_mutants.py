@@ -11,21 +11,7 @@ GRADIENT_MUTANTS = (
         "values/rows.py",
         "if staged.is_narrow(x) and (explicit or dtype not in _SUMMED):",
         "if False:",
-        (f"{MIXED}::test_the_rounding_rule",),
-    ),
-    Mutant(
-        "gradients of built rows summed in 16 bits",
-        "values/lineage.py",
-        "is_exact=is_exact)",
-        "is_exact=False)",
-        (f"{MIXED}::test_the_rounding_rule",),
-    ),
-    Mutant(
-        "one variant for narrow rows",
-        "values/lineage.py",
-        "if not is_exact and staged.is_narrow(x):",
-        "if False:",
-        (f"{MIXED}::test_the_rounding_rule",),
+        (f"{MIXED}::test_gradients_of_looked_up_float8_rows_are_summed_in_float32",),
     ),
     Mutant(
         "gradients overflow in float16",

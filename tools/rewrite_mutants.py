@@ -256,8 +256,8 @@ MUTANTS = (
     Mutant(
         "order of masked keys reversed",
         "attention/operands.py",
-        "order = jnp.argsort(~first, axis=1, stable=True)[:, :, None, None]",
-        "order = jnp.argsort(first, axis=1, stable=True)[:, :, None, None]",
+        "key, value = keys_first(first, self.key, self.value)",
+        "key, value = keys_first(~first, self.key, self.value)",
         decisions("order of keys"),
     ),
     Mutant(
@@ -353,16 +353,16 @@ MUTANTS = (
     ),
     Mutant(
         "a derivative shared by other functions",
-        "calls/custom_jvp.py",
-        "key = (rule, *forms, ctx.derivatives,",
-        "key = (*forms, ctx.derivatives,",
+        "calls/custom_derivatives.py",
+        "ctx.programs.once((rule, *key), prove)",
+        "ctx.programs.once(key, prove)",
         (f"{SHARED}::test_functions_with_other_derivatives[rows]",),
     ),
     Mutant(
         "a rule taken for elementwise because another function's is",
-        "calls/custom_jvp.py",
-        "key = rule, eqn.invars[0].aval",
-        "key = (eqn.invars[0].aval,)",
+        "calls/custom_derivatives.py",
+        "ctx.programs.once((rule, *key), prove)",
+        "ctx.programs.once(key if len(key) == 1 else (rule, *key), prove)",
         (
             "tests/rewrite/test_rewrite_seen.py"
             "::test_derivatives_hold_no_values_of_the_program_around_them",
@@ -370,9 +370,9 @@ MUTANTS = (
     ),
     Mutant(
         "a derivative shared by calls on values of other forms",
-        "calls/custom_jvp.py",
-        "key = (rule, *forms, ctx.derivatives,",
-        "key = (rule, ctx.derivatives,",
+        "calls/custom_derivatives.py",
+        "key = (*forms, ctx.derivatives, *avals,",
+        "key = (ctx.derivatives,",
         (f"{SHARED}::test_one_function_on_two_lookups_and_other_shapes[rows]",),
     ),
     Mutant(

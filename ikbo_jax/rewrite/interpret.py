@@ -9,14 +9,14 @@ result is right without any rule.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 from jax import lax
 from jax.extend import core
 
-from ikbo_jax.rewrite.report.recorder import Recorder
+from ikbo_jax.rewrite.report.recorder import Recorder, temporarily
 from ikbo_jax.rewrite.values import staged
 from ikbo_jax.rewrite.values.constraints import divided, placed
 from ikbo_jax.rewrite.values.equations import (
@@ -66,6 +66,7 @@ class Context:
         self.parent = parent
         self.scope: Scope = Scope(parent.scope if parent else None, outlives=outlives)
         self.programs: ProgramCache = parent.programs if parent else ProgramCache(repeated)
+        self._outermost: Recorder = parent._outermost if parent else recorder
         self.differentiated: bool = differentiated or parent is not None and parent.differentiated
         self.derivatives: int = parent.derivatives if parent else 0
         self.same: dict[int, Any] | None = None
@@ -90,7 +91,7 @@ class Context:
         the derivative. A rule must not call this method where `differentiated` is set.
         """
         assert not self.differentiated
-        self._outermost().recorder.gradient_differs = True
+        self._outermost.gradient_differs = True
 
     def run_original_if(self, condition: jax.Array) -> None:
         """Makes the program compute its results as the original where a condition is True.
@@ -101,9 +102,6 @@ class Context:
         if self.parent is not None or jax.sharding.get_abstract_mesh().manual_axes:
             raise NotCovered("attention is not recognised: a query may keep no key")
         self.programs.exceptions.append(condition)
-
-    def _outermost(self) -> Context:
-        return self if self.parent is None else self.parent._outermost()
 
     def build(self, value: Any) -> jax.Array:
         """Returns the array that a value represents, computed once per scope. Records nothing."""
@@ -247,7 +245,7 @@ class Context:
             if deferred:
                 # The array may be a table with fewer rows than are looked up.
                 return self._apply(eqn, operands)
-            self.looked_up(eqn, "refused", reason)
+            self._outermost.looked_up(eqn, "refused", reason)
         return _as_list(eqn, self.bind(eqn, *operands))
 
     def _by_rule(
@@ -262,34 +260,25 @@ class Context:
         operand_rule = None
         for x in deferred:
             operand_rule = operand_rule or x.rule
-        rule = rule_of(name)
         if operand_rule is not None:
             results = _checked(eqn, operand_rule(self, eqn, operands))
-        elif rule is None:
-            raise NotCovered(f"no rule for {name}")
-        elif name == "jit" and (plan := op_plan(eqn)) is not None:
-            if (rule := rule_of(plan.op)) is None:
-                raise NotCovered("already an op of ikbo_jax")
-            results = _checked(eqn, rule(self, eqn, *operands))
         else:
+            plan = op_plan(eqn) if name == "jit" else None
+            if (rule := rule_of(name if plan is None else plan.op)) is None:
+                raise NotCovered(
+                    "already an op of ikbo_jax" if plan is not None else f"no rule for {name}"
+                )
             results = _checked(eqn, rule(self, eqn, *operands))
         if name in LOOKUPS and is_lookup(eqn):
-            removed = isinstance(results[0], Deferred)
-            self.looked_up(eqn, "removed" if removed else "kept", "" if removed else why_kept(eqn))
+            if isinstance(results[0], Deferred):
+                self._outermost.looked_up(eqn, "removed", "")
+            else:
+                self._outermost.looked_up(eqn, "kept", why_kept(eqn))
         return results
 
-    def looked_up(self, eqn: core.JaxprEqn, outcome: str, reason: str) -> None:
-        """Records the outcome of a lookup of the original program."""
-        self._outermost().recorder.looked_up(eqn, outcome, reason)
-
-    @contextlib.contextmanager
-    def muted(self) -> Iterator[None]:
+    def muted(self) -> contextlib.AbstractContextManager[None]:
         """Opens a context in which nothing is recorded, for trial runs."""
-        self.recorder.muted += 1
-        try:
-            yield
-        finally:
-            self.recorder.muted -= 1
+        return temporarily(self.recorder, "muted", True)
 
 
 #: The reason of a materialised result of the function.
@@ -298,7 +287,7 @@ RETURNED = "returned by the function"
 
 def _checked(eqn: core.JaxprEqn, results: Any) -> list[Any]:
     """Lists a rule's results; ValueError if their shapes or dtypes are not the equation's."""
-    results = list(results) if eqn.primitive.multiple_results else [results]
+    results = _as_list(eqn, results)
     for x, v in zip(results, eqn.outvars, strict=True):
         # `shape` and `dtype` of a tracer take several times as long as the aval's.
         returned: Any = x.aval if type(x) is TRACER else x
@@ -332,3 +321,16 @@ def _cse_key(eqn: core.JaxprEqn, operands: list[Any]) -> Any:
 
 #: The shape that the program sees; () for a literal.
 shape_of = staged.shape_of
+
+
+def at_shapes(eqn: Any, operands: Sequence[Any], shapes: Sequence[Any], **params: Any) -> Any:
+    """Returns an equation on these operands whose results have these shapes."""
+
+    def at(v: Any, shape: tuple[Any, ...]) -> Any:
+        return v if v.aval.shape == shape else core.Var(v.aval.update(shape=shape))
+
+    return eqn.replace(
+        invars=list(map(at, eqn.invars, map(shape_of, operands))),
+        outvars=list(map(at, eqn.outvars, shapes)),
+        params={**eqn.params, **params},
+    )

@@ -8,15 +8,13 @@ kind run, from `MERGED`, `SPLIT` or `SCORES`. Rules that users register replace 
 from collections.abc import Callable
 
 from ikbo_jax.rewrite.attention import changed_weights, contraction, pairs, scores
-from ikbo_jax.rewrite.calls import control_flow, custom_jvp, custom_vjp, jit, shard_map
+from ikbo_jax.rewrite.calls import control_flow, custom_derivatives, devices
 from ikbo_jax.rewrite.rules import (
     concatenation,
     elementwise,
     one_hot,
     reshape,
-    reshaped_lookups,
     reshaped_rules,
-    resharding,
     row_rules,
     sources,
     variants,
@@ -50,24 +48,25 @@ LAZY: dict[str, Rule] = {
     **dict.fromkeys(SCATTERS, row_rules.scatter),
     "slice": elementwise.slice_,
     "split": elementwise.split,
-    "squeeze": reshape.squeeze,
+    "squeeze": reshape.reshape,
     "stack": concatenation.stack,
     "tile": sources.tile,
     "transpose": elementwise.transpose,
     "unstack": concatenation.unstack,
     # Division over devices.
-    "pvary": shard_map.pvary,
-    "reshard": resharding.reshard,
-    "shard_map": shard_map.shard_map,
+    # That a value differs between devices from now on is a fact of types, for every row.
+    "pvary": elementwise.elementwise,
+    "reshard": devices.reshard,
+    "shard_map": devices.shard_map,
     "sharding_constraint": row_rules.sharding_constraint,
     # Calls of programs.
     "checkpoint": control_flow.checkpoint,
     "cond": control_flow.cond,
-    "custom_jvp_call": custom_jvp.custom_jvp,
-    "custom_vjp_call": custom_vjp.custom_vjp,
+    "custom_jvp_call": custom_derivatives.custom_jvp,
+    "custom_vjp_call": custom_derivatives.custom_vjp,
     "ikbo_rewritten": variants.rewritten,
     "ikbo_rows": variants.rows,
-    "jit": jit.jit,
+    "jit": control_flow.jit,
     "remat2": control_flow.checkpoint,
     "scan": control_flow.scan,
     "while": control_flow.while_,
@@ -95,7 +94,7 @@ RESHAPED: dict[str, Rule] = {
     **dict.fromkeys(elementwise.REDUCTIONS, reshaped_rules.reduction),
     "broadcast_in_dim": reshaped_rules.broadcast,
     "dot_general": reshaped_rules.dot_general,
-    "gather": reshaped_lookups.gather,
+    "gather": reshaped_rules.gather,
     "reshape": reshaped_rules.reshape_again,
     "squeeze": reshaped_rules.reshape_again,
     "transpose": reshaped_rules.transpose,
@@ -108,7 +107,7 @@ SPLIT: dict[str, Rule] = RESHAPED | {
     **dict.fromkeys(("optimization_barrier", "rev", "sort", "split"), reshaped_rules.in_place),
     "dynamic_slice": reshaped_rules.dynamic_slice,
     **dict.fromkeys(("pad", "slice"), reshaped_rules.dimension_wise),
-    **dict.fromkeys(SCATTERS, reshaped_lookups.scatter),
+    **dict.fromkeys(SCATTERS, reshaped_rules.scatter),
     "scan": control_flow.scan,
     "stack": reshaped_rules.stack,
     "unstack": reshaped_rules.unstack,

@@ -222,7 +222,7 @@ def test_a_changed_key_compiles_again(what, tmp_path, lowered, monkeypatch, requ
         request.addfinalizer(lambda: jax.config.update("jax_default_matmul_precision", None))
         jax.config.update("jax_default_matmul_precision", "highest")
     elif what in ("source", "driver"):
-        ending = "rewrite/calls/jit.py" if what == "source" else "driver/nvidia/version"
+        ending = "rewrite/calls/sharing.py" if what == "source" else "driver/nvidia/version"
         real_read, real_is = pathlib.Path.read_bytes, pathlib.Path.is_file
         monkeypatch.setattr(
             pathlib.Path,

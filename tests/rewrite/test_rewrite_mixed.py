@@ -69,6 +69,22 @@ def test_a_sum_beyond_the_dtype_is_finite(dtype, scale, count):
     np.testing.assert_allclose(found, expected, rtol=1e-3)
 
 
+def test_gradients_of_looked_up_float8_rows_are_summed_in_float32() -> None:
+    """In float8, a sum of sixteenths ends at 1. The tower is what the rewrite gains."""
+    index, cand = jnp.zeros(512, jnp.int32), jnp.full((512, D), 1 / 16)
+
+    def loss(user, w):
+        tower = jnp.tanh(user[index] @ w) * 0
+        kept = user.astype(jnp.float8_e4m3fn)[index] * cand.astype(jnp.float8_e4m3fn)
+        return (tower + kept.astype(jnp.float32)).sum()
+
+    args = jnp.ones((U, D)), jnp.eye(D)
+    (report,) = ikbo.explain(ikbo.rewrite(loss), *args).notes
+    assert report.changed
+    found = jax.jit(jax.grad(ikbo.rewrite(loss)))(*args)
+    np.testing.assert_array_equal(found, [[32] * D, [0] * D])
+
+
 def test_fields_by_transposed_weights_run_on_a_cpu() -> None:
     """XLA has no kernel there for 16-bit products with a float32 result in this order."""
     rng = np.random.default_rng(0)

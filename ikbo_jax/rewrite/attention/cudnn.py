@@ -89,7 +89,7 @@ def _attend(ctx: Context, eqn: Any, operands: Sequence[Any]) -> Any:
                 key_value_seq_lengths=lengths,
                 implementation="cudnn",
             )
-        return at_user_batch(ctx, eqn, out, tuple(query.shape), key.lineage, 0, origins)
+        return at_user_batch(ctx, eqn, out, key.lineage, 0, origins)
     if mask.endswith("CAUSAL"):
         raise NotCovered("attention by cuDNN with a causal mask")
     if has_lengths and not _is_always(ctx, q_lengths, query.shape[1]):

@@ -1,6 +1,11 @@
-"""Rules of primitives that call jaxprs: checkpoint, scan, cond."""
+"""Rules of primitives that call jaxprs: jit, checkpoint, scan, while, cond.
+
+Models call one jitted function in every layer, and JAX traces it once. A function that is called
+several times on values of the same form is rewritten once, too (`sharing`).
+"""
 
 import functools
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -11,21 +16,24 @@ from jax.extend import core
 from ikbo_jax.rewrite.attention import blocks
 from ikbo_jax.rewrite.calls import loops, sharing
 from ikbo_jax.rewrite.interpret import Context
-from ikbo_jax.rewrite.report.log import Log
-from ikbo_jax.rewrite.values import hoisting, jaxprs
+from ikbo_jax.rewrite.report.recorder import Log
+from ikbo_jax.rewrite.values import constraints, hoisting, jaxprs
+from ikbo_jax.rewrite.values.equations import on_integers
 from ikbo_jax.rewrite.values.forms import form, inside_of, skeleton, unpack_all
 from ikbo_jax.rewrite.values.lineage import Concat, Lazy, is_plain, lazy
 from ikbo_jax.rewrite.values.registry import NotCovered
 from ikbo_jax.rewrite.values.reshaped import is_split, reshaped
 
 
-def exported(inner: Context, values: Sequence[Any], outer: Context) -> list[Any]:
-    """Returns the results of an inner program; materialises values with lineages of its scope."""
-    lineages = outer.scope.lineages()
-    reason = "result of an inner function"
-    return [
-        value if _can_leave(value, lineages) else inner.materialise(None, value, reason)
-        for value in values
+def _inside(
+    ctx: Context, program: Any, values: Sequence[Any], eqn: Any = None, log: Log | None = None
+) -> tuple[Context, list[Any]]:
+    """Interprets a program in a scope of its own, whose lineages its results do not have."""
+    inner = ctx.inner(log)
+    found = inner.run_closed(program, values, eqn)
+    lineages, reason = ctx.scope.lineages(), "result of an inner function"
+    return inner, [
+        x if _can_leave(x, lineages) else inner.materialise(None, x, reason) for x in found
     ]
 
 
@@ -38,9 +46,55 @@ def _can_leave(value: Any, lineages: set[int]) -> bool:
     return value.lineage is None or id(value.lineage) in lineages
 
 
-def _of_one_user(ctx: Context, operands: Sequence[Any]) -> list[Any]:
-    """Looks tokens of one user up before a body, which could not return such lookups of its own."""
-    return [blocks.of_one_user(ctx, x, 0) for x in operands]
+#: A jitted function with at most this many equations is interpreted inline even on arrays:
+#: `jnp.where` and similar functions are jitted, and facts about indices and masks depend on their
+#: equations.
+_SMALL = 4
+
+
+def jit(ctx: Context, eqn: Any, *operands: Any) -> Any:
+    """Rewrites a jitted function, at this call or once for all calls."""
+    params = eqn.params
+    jaxpr, shardings = params["jaxpr"], (params["in_shardings"], params["out_shardings"])
+
+    def kind() -> tuple[bool, bool]:
+        small = len(jaxpr.eqns) <= _SMALL or on_integers(eqn)
+        names = {type(x).__name__ for xs in shardings for x in xs}
+        return small, bool(names - {"UnspecifiedValue"})
+
+    # Neither depends on the operands.
+    key = (id(jaxpr), *map(id, shardings))
+    is_small, is_sharded = ctx.programs.once(key, kind, (jaxpr, shardings))
+    stays = is_sharded or not is_small
+    if stays and all(map(is_plain, operands)) and ctx.programs.is_plain(jaxpr):
+        return ctx.bind(eqn, *operands)
+    if is_sharded:
+        return _sharded(ctx, eqn, operands)
+    inline = functools.partial(ctx.run_closed, jaxpr, operands, eqn)
+    if is_small:
+        return inline()
+    return sharing.call(ctx, eqn, operands, inline)
+
+
+def _sharded(ctx: Context, eqn: Any, operands: Sequence[Any]) -> list[Any]:
+    """Interprets a call that specifies shardings, which are constraints."""
+    jaxpr, params = eqn.params["jaxpr"], eqn.params
+    specified = (*params["in_shardings"], *params["out_shardings"])
+    others = {type(x).__name__ for x in specified} - {"UnspecifiedValue", "NamedSharding"}
+    if others or any(x is not None for x in (*params["in_layouts"], *params["out_layouts"])):
+        raise NotCovered("a jit that specifies layouts, or shardings without a mesh")
+
+    def placed(values: Sequence[Any], shardings: Any) -> list[Any]:
+        return list(map(one, values, shardings))
+
+    def one(x: Any, sharding: Any) -> Any:
+        if not isinstance(sharding, jax.sharding.NamedSharding):
+            return x
+        place = functools.partial(jax.lax.with_sharding_constraint, shardings=sharding)
+        return place(x) if is_plain(x) else constraints.constrained(ctx, x, sharding, place)
+
+    results = ctx.run_closed(jaxpr, placed(operands, params["in_shardings"]), eqn)
+    return placed(results, params["out_shardings"])
 
 
 def checkpoint(ctx: Context, eqn: Any, *operands: Any) -> Any:
@@ -48,16 +102,12 @@ def checkpoint(ctx: Context, eqn: Any, *operands: Any) -> Any:
     jaxpr = eqn.params["jaxpr"]
     if all(map(is_plain, operands)) and ctx.programs.is_plain(jaxpr):
         return ctx.bind(eqn, *operands)
-    values = _of_one_user(ctx, operands)
-
-    def inline() -> list[Any]:
-        return _checkpointed(ctx, eqn, values)
-
+    # Before the body, which could not return such lookups of its own, as of tokens.
+    values = [blocks.of_one_user(ctx, x, 0) for x in operands]
+    inline = functools.partial(_checkpointed, ctx, eqn, values)
     if isinstance(eqn.params["prevent_cse"], tuple) and len(set(eqn.params["prevent_cse"])) > 1:
         return inline()
-    indices = [sharing.is_index(v.aval) for v in eqn.invars]
-    fixed = list(map(sharing.is_fixed, values, indices))
-    return sharing.call(ctx, eqn, values, fixed, inline)
+    return sharing.call(ctx, eqn, values, inline)
 
 
 def _checkpointed(ctx: Context, eqn: Any, operands: Sequence[Any]) -> list[Any]:
@@ -67,9 +117,7 @@ def _checkpointed(ctx: Context, eqn: Any, operands: Sequence[Any]) -> list[Any]:
     def body() -> Any:
         # Facts about operands, such as masks, depend on the objects: the body closes over them, and
         # their arrays become operands again.
-        inner = ctx.inner()
-        results = exported(inner, inner.run_closed(jaxpr, operands, eqn), ctx)
-        out, out_pack = unpack_all(results)
+        out, out_pack = unpack_all(_inside(ctx, jaxpr, operands, eqn)[1])
         packs.append(out_pack)
         return out
 
@@ -81,16 +129,12 @@ def _checkpointed(ctx: Context, eqn: Any, operands: Sequence[Any]) -> list[Any]:
 
 def scan(ctx: Context, eqn: Any, *operands: Any) -> Any:
     """Rewrites a scan, whose carries keep one form in all iterations."""
-    params = eqn.params
-    jaxpr = params["jaxpr"]
-    n_consts, n_carry = hoisting.scan_counts(params)
-    hoisted = hoisting.split(jaxpr, n_consts, params["length"])
+    jaxpr, (n_consts, n_carry) = eqn.params["jaxpr"], hoisting.scan_counts(eqn.params)
+    hoisted = hoisting.split(jaxpr, n_consts, eqn.params["length"])
     plain = all(map(is_plain, operands)) and ctx.programs.is_plain(jaxpr) and hoisted is None
     end = n_consts + n_carry
     pieces = operands[:n_consts], operands[n_consts:end], operands[end:]
     consts, init, xs = map(list, pieces)
-    if plain and not any(map(hoisting.is_index, xs)):
-        return ctx.bind(eqn, *operands)
     if hoisted is not None:
         first, jaxpr = hoisted
         origins = frozenset({ctx.recorder.found(eqn, "values of every iteration", False)})
@@ -106,7 +150,7 @@ def scan(ctx: Context, eqn: Any, *operands: Any) -> Any:
         ctx.materialise(eqn, x, "scan over the looked-up axis") if not _scannable(x) else x
         for x in xs
     ]
-    init = _of_one_user(ctx, init)
+    init = [blocks.of_one_user(ctx, x, 0) for x in init]
     carry = list(map(loops.uniform, init))
 
     while True:
@@ -131,10 +175,9 @@ def _scanned(
     last: list[tuple[Log, list[Any]]] = []
 
     def body(arrays: Any, slices: Any) -> Any:
-        log = Log()
-        inner, rest = ctx.inner(log), iter(slices)
+        log, rest = Log(), iter(slices)
         values = [*consts, *pack(arrays), *(_packed_slice(x, rest) for x in xs)]
-        results = exported(inner, inner.run_closed(jaxpr, values), ctx)
+        inner, results = _inside(ctx, jaxpr, values, log=log)
         built = inner.scope.built()
         if loops.unstable(carry, results) or any(id(x) in built for x in consts[:n_consts]):
             raise loops.Retry(list(map(skeleton, results[:count])), built)
@@ -152,7 +195,13 @@ def _scanned(
     ((log, stacked),) = last
     with ctx.recorder.inside(eqn):
         call = log.replay(ctx.recorder, eqn, {}, None)
-    return [*pack(out), *_packed_stacks(stacked, ys, length, call.origins)]
+
+    def packed(x: Any, stack: Any) -> Any:
+        if x is None:
+            return stack
+        return lazy(stack, (length, *x.shape), x.lineage, x.axis + 1, call.origins(x.origins))
+
+    return [*pack(out), *map(packed, stacked, ys)]
 
 
 def _scannable(x: Any) -> bool:
@@ -171,23 +220,7 @@ def _packed_slice(x: Any, slices: Iterator[Any]) -> Any:
     array = next(slices)
     if is_plain(x):
         return array
-    axis = x.axis - 1 if x.lineage else -1
-    return lazy(array, x.shape[1:], x.lineage, axis, x.origins)
-
-
-def _packed_stacks(
-    values: Sequence[Any], stacks: Sequence[Any], length: int, origins: Any
-) -> list[Any]:
-    """Stacks the results of all iterations; `origins` maps what they stem from in the body."""
-    out = []
-    for value, stack in zip(values, stacks, strict=True):
-        if is_plain(value):
-            out.append(stack)
-        else:
-            axis = value.axis + 1 if value.lineage else -1
-            shape = (length, *value.shape)
-            out.append(lazy(stack, shape, value.lineage, axis, origins(value.origins)))
-    return out
+    return lazy(array, x.shape[1:], x.lineage, x.axis - 1, x.origins)
 
 
 def while_(ctx: Context, eqn: Any, *operands: Any) -> Any:
@@ -204,8 +237,7 @@ def while_(ctx: Context, eqn: Any, *operands: Any) -> Any:
         raise NotCovered("a while loop under vmap, whose rows end by themselves")
 
     def step(carry: list[Any]) -> tuple[Context, list[Any]]:
-        inner = ctx.inner()
-        return inner, exported(inner, inner.run_closed(body, [*of_body, *carry], eqn), ctx)
+        return _inside(ctx, body, [*of_body, *carry], eqn)
 
     while True:
         arrays, pack = unpack_all(carry)
@@ -240,19 +272,15 @@ def cond(ctx: Context, eqn: Any, index: Any, *operands: Any) -> Any:
         return ctx.bind(eqn, index, *operands)
     index = ctx.materialise(eqn, index, "decides which branch runs")
 
-    def results(branch: Any) -> tuple[Context, list[Any]]:
-        inner = ctx.inner()
-        return inner, exported(inner, inner.run_closed(branch, operands, eqn), ctx)
-
     def forms_of(branch: Any) -> list[Any]:
-        return list(map(form, results(branch)[1]))
+        return list(map(form, _inside(ctx, branch, operands, eqn)[1]))
 
     forms = [loops.trial(ctx, functools.partial(forms_of, branch)) for branch in branches]
     agree = [all(form == column[0] for form in column) for column in zip(*forms, strict=True)]
     packs: list[Any] = []
 
     def run(branch: Any) -> Any:
-        inner, values = results(branch)
+        inner, values = _inside(ctx, branch, operands, eqn)
         reason = "the branches of a cond return it in different forms"
         values = [
             v if same else inner.materialise(eqn, v, reason)
@@ -278,13 +306,12 @@ def _of_platforms(eqn: Any, index: Any, programs: Sequence[core.Jaxpr]) -> list[
     if any(x.out_avals != programs[0].out_avals for x in programs):
         raise NotCovered("platform_dependent whose branches return other types")
     consts = [x for program in programs for x in program.consts]
-    branches, start = [], 0
-    for program in programs:
+    starts = itertools.accumulate([len(x.consts) for x in programs], initial=0)
+    branches = []
+    for program, start in zip(programs, starts, strict=False):
         invars = [core.Var(jax.typeof(x)) for x in consts]
-        stop = start + len(program.consts)
-        invars[start:stop] = program.constvars
+        invars[start : start + len(program.consts)] = program.constvars
         branches.append(program.replace(constvars=[], invars=invars))
-        start = stop
     params = {**eqn.params, "branches": tuple(branches)}
     results: list[Any] = eqn.primitive.bind(index, *consts, **params)
     return results

@@ -20,11 +20,8 @@ def parameters(fn: Any) -> tuple[Callable[..., Any], dict[str, Any]] | None:
     if not isinstance(getattr(fn, "__func__", fn), _UNDER_JIT):
         # `functools.wraps` copies the attributes that are read below to any other function.
         return None
-    info: Any = getattr(fn, "_jit_info", None)
-    inner = getattr(fn, "__wrapped__", None)
-    if not callable(inner):
-        return None
     try:
+        info, inner = fn._jit_info, fn.__wrapped__
         layouts = (*info.in_layouts_leaves, *info.out_layouts_leaves)
         if any(x is not None for x in layouts) or info.device or info.backend:
             return None

@@ -1,5 +1,6 @@
 """What the rules of loops share: carries that take another form, and work before the loop."""
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -47,25 +48,25 @@ def scan(
     `lax.scan` takes 1,700 calls of functions besides tracing the body, mostly to name arguments and
     to describe errors. This takes 300 if the body returns the types that it is given.
     """
-    length, program = eqn.params["length"], None
+    length, count, program = eqn.params["length"], len(init), None
     avals = list(map(jax.typeof, (*init, *xs)))
     if isinstance(length, int) and not jax.config.jax_disable_jit and all(map(is_local, avals)):
-        slices = [core.mapped_aval(length, 0, aval) for aval in avals[len(init) :]]
-        program = trace(lambda *x: _flat(body, x, len(init)), [*avals[: len(init)], *slices])
-    if program is None or not _keeps_types(program, len(init)):
+        slices = [core.mapped_aval(length, 0, aval) for aval in avals[count:]]
+
+        def flat(*arrays: Any) -> list[Any]:
+            carry, ys = body(list(arrays[:count]), list(arrays[count:]))
+            return [*carry, *ys]
+
+        program = trace(flat, [*avals[:count], *slices])
+    if program is None or not _keeps_types(program, count):
         fixed = {key: eqn.params[key] for key in ("length", "reverse", "unroll")}
         out, ys = lax.scan(ending_its_trace(body), init, xs, **fixed)
         return out, ys
-    consts, count = program.consts, len(init)
+    consts = program.consts
     closed = program.replace(constvars=[], invars=[*program.constvars, *program.invars])
     like = hoisting.scan_params(len(consts), count, len(xs), len(program.outvars) - count)
     results = eqn.primitive.bind(*consts, *init, *xs, **{**eqn.params, **like, "jaxpr": closed})
     return results[:count], results[count:]
-
-
-def _flat(body: Callable[[Any, Any], Any], arrays: Sequence[Any], count: int) -> list[Any]:
-    carry, ys = body(list(arrays[:count]), list(arrays[count:]))
-    return [*carry, *ys]
 
 
 def _keeps_types(program: core.Jaxpr, count: int) -> bool:
@@ -82,6 +83,7 @@ def _keeps_types(program: core.Jaxpr, count: int) -> bool:
     )
 
 
+@dataclasses.dataclass(eq=False)
 class Retry(Exception):
     """Is raised while the body of a scan is traced if the scan must take other values.
 
@@ -90,10 +92,8 @@ class Retry(Exception):
       built: the identities of all values that were materialised.
     """
 
-    def __init__(self, returned: list[Any], built: set[int]) -> None:
-        super().__init__()
-        self.returned = returned
-        self.built = built
+    returned: list[Any]
+    built: set[int]
 
 
 def unstable(carry: list[Any], returned: list[Any]) -> list[int]:
@@ -144,15 +144,13 @@ def rows_before(
     first, rest = split
 
     def every(*values: Any) -> list[Any]:
-        def one(*rows: Any) -> list[Any]:
-            return evaluate(first, [*values[: len(consts)], *rows], first.consts)
-
-        results: list[Any] = jax.vmap(one)(*values[len(consts) :])
+        shared, of_rows = values[: len(consts)], values[len(consts) :]
+        results: list[Any] = jax.vmap(lambda *rows: evaluate(first, [*shared, *rows]))(*of_rows)
         return results
 
     operands = [*consts, *(xs[n] for n in chosen)]
-    avals = [_like(v, ()) for v in body.invars[: len(consts)]]
-    avals += [_like(v, (eqn.params["length"],)) for v in variables]
+    avals = [v.aval for v in body.invars[: len(consts)]]
+    avals += [core.unmapped_aval(eqn.params["length"], 0, v.aval) for v in variables]
     program = trace(every, avals)
 
     if not trial(
@@ -161,12 +159,6 @@ def rows_before(
         return None
     reason = "scanned, after its work at the smaller batch"
     return rest, [ctx.materialise(eqn, x, reason) for x in ctx.run_closed(program, operands, eqn)]
-
-
-def _like(v: Any, leading: tuple[int, ...]) -> jax.ShapeDtypeStruct:
-    aval = v.aval
-    shape = (*leading, *aval.shape)
-    return jax.ShapeDtypeStruct(shape, aval.dtype, weak_type=getattr(aval, "weak_type", False))
 
 
 def _is_of_rows(x: Any) -> bool:

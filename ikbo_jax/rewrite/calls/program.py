@@ -32,7 +32,7 @@ def run(program: Any, arrays: Sequence[Any]) -> list[Any]:
     """
     original = _Original.of(program)
     inputs = [*(x for x in program.consts if isinstance(x, jax.core.Tracer)), *arrays]
-    if original.is_plain():
+    if ProgramCache().is_plain(original.jaxpr):
         recorder = original.recorder()
         results = _as_written(original, inputs, recorder)
     elif original.draws:
@@ -116,10 +116,6 @@ class _Original:
         consts, arrays = self.split(inputs)
         return evaluate(self.jaxpr, arrays, consts)
 
-    def is_plain(self) -> bool:
-        """Whether no primitive of the program can broadcast."""
-        return ProgramCache().is_plain(self.jaxpr)
-
     def rewritten(self, inputs: Sequence[Any], recorder: Recorder, differentiated: bool) -> Any:
         """Rewrites the program to a jaxpr of `inputs`, without dead equations.
 
@@ -134,13 +130,13 @@ class _Original:
             ctx.programs.leaves_unread = self.leaves_unread
             results = ctx.run(self.jaxpr, *self.split(inputs))
             results = [
-                _returned(ctx, x, eqn)
-                for x, eqn in zip(results, _producers(self.jaxpr), strict=True)
+                _as_declared(_returned(ctx, x, eqn), v.aval)
+                for x, eqn, v in zip(
+                    results, _producers(self.jaxpr), self.jaxpr.outvars, strict=True
+                )
             ]
             nonlocal has_unread, exceptions
             has_unread, exceptions = ctx.programs.unread, len(ctx.programs.exceptions)
-            avals = [v.aval for v in self.jaxpr.outvars]
-            results = [_as_declared(x, aval) for x, aval in zip(results, avals, strict=True)]
             return [*results, *ctx.programs.exceptions]
 
         program = without_dead_code(trace(interpreted, inputs, self.jaxpr))
@@ -177,21 +173,18 @@ class _Original:
     def differentiated(self, inputs: Sequence[Any]) -> Any:
         """Returns the variant for derivatives; the original if the rewriting raises."""
         try:
-            return self.rewritten(inputs, Recorder(muted=1), differentiated=True)
+            return self.rewritten(inputs, Recorder(muted=True), differentiated=True)
         except unread.RowsAreRead:
             return dataclasses.replace(self, leaves_unread=False).differentiated(inputs)
         except ImportError:
             raise
         except Exception:
-            return self.as_it_is(inputs)
+            return self.closed(inputs)
 
     def closed(self, inputs: Sequence[Any]) -> core.Jaxpr:
         """Returns the original as a program of `inputs`, the same object if it is one."""
-        is_closed = not any(x is _TRACED for x in self.jaxpr.consts)
-        return self.jaxpr if is_closed else self.as_it_is(inputs)
-
-    def as_it_is(self, inputs: Sequence[Any]) -> core.Jaxpr:
-        """Returns the original as a jaxpr of `inputs`."""
+        if not any(x is _TRACED for x in self.jaxpr.consts):
+            return self.jaxpr
         return trace(lambda *inputs: self.call(inputs), inputs, self.jaxpr)
 
 
@@ -251,7 +244,7 @@ def _rewritten(original: _Original, inputs: list[Any]) -> tuple[Recorder, list[A
             recorder.refusal = f"{reason}; its gradient, too, is as written: XLA adds float32 fast"
             return recorder, _as_written(original, inputs, recorder)
         recorder.refusal = f"{reason}; its derivative is rewritten"
-        chosen, values = recorder, tried.as_it_is(program.in_avals)
+        chosen, values = recorder, tried.closed(program.in_avals)
     layered = linear_layers.with_linear_layers(values, chosen.layer)
     is_final = layered is program and not differs
     if is_final and (program.effects or not explain.survey(program).marked):
@@ -260,7 +253,7 @@ def _rewritten(original: _Original, inputs: list[Any]) -> tuple[Recorder, list[A
     exact = variants.Exact(
         # A program with an op has its own derivative, but `checkify` must check the original.
         functools.partial(tried.differentiated, program.in_avals) if differs else lambda: program,
-        functools.partial(tried.as_it_is, program.in_avals),
+        functools.partial(tried.closed, program.in_avals),
     )
     return chosen, variants.bind(layered, exact, inputs)
 
@@ -295,18 +288,13 @@ _LARGE_TABLES = 2
 
 
 def _interpreted(original: _Original, inputs: list[Any]) -> tuple[_Original, Recorder, Any]:
-    """Rewrites the program.
-
-    Returns:
-      What was rewritten; the recorder; and the program. If the rewriting raises, None, and the
-      reason in the report.
-    """
+    """Returns what was rewritten, the recorder, and the program: None if the rewriting raises."""
     recorder, program = original.recorder(), None
     try:
         program = original.rewritten(inputs, recorder, differentiated=False)
         if recorder.gradient_differs and program.effects:
             # The primitive with two variants refuses effects.
-            program = original.rewritten(inputs, Recorder(muted=1), differentiated=True)
+            program = original.rewritten(inputs, Recorder(muted=True), differentiated=True)
             recorder.gradient_differs = False
         if recorder.changed:
             recorder.programs = tuple(map(with_constants_last, (original.jaxpr, program)))

@@ -28,6 +28,7 @@ from ikbo_jax.rewrite.report.products import (
     SAME,
     SELECTED_BYTES,
     Sums,
+    bytes_of,
     flops_of_op,
     flops_of_product,
     is_of_vectors,
@@ -340,19 +341,16 @@ class _Walk:
 
     def bytes_of(self, read: Any) -> int:
         """Adds up the bytes of variables, and of pairs of a variable and bytes."""
-        total, known = 0, self.known
+        total = 0
         for x in read:
             if type(x) is tuple:
                 total += x[1]
             elif type(x) is not core.Literal:
                 aval = x.aval
                 try:
-                    key = aval.shape, aval.dtype
+                    total += bytes_of(aval.shape, aval.dtype)
                 except AttributeError:
                     continue
-                if key not in known:
-                    known[key] = lineage.bytes_of(*key)
-                total += known[key]
         return total
 
     def place(self, v: Any, read: frozenset[Any], is_moved: bool) -> None:

@@ -48,7 +48,7 @@ _SAME_PLACE, _MOVED, _SEVERAL = 1, 2, 3
 _MEMORY = 0
 
 
-class CpuCost:
+class CpuCost(Operations):
     """Adds up the costs of a program.
 
     Attributes:
@@ -56,11 +56,8 @@ class CpuCost:
     """
 
     def __init__(self, program: Any, known: dict[Any, Any]) -> None:
-        self.known = known
-        operations = Operations(program, known)
-        self.sums: Sums = [operations.useful_flops, 0, 0]
-        self._ops, self._sizes = operations.listed, operations.sizes
-        self._makers = operations.makers
+        super().__init__(program, known)
+        self.sums: Sums = [self.useful_flops, 0, 0]
         self._kernels: list[_Kernel] = ["memory"]
         self._written: set[int] = set()
         # The kernels that read each value.
@@ -69,7 +66,7 @@ class CpuCost:
         self._places: dict[int, int] = collections.defaultdict(int)
         # The kernels that read parts of a value, and their bytes.
         self._parts: dict[int, list[tuple[frozenset[int], Any]]] = collections.defaultdict(list)
-        for n in operations.results:
+        for n in self.results:
             self._readers[n] = frozenset([_MEMORY])
         self._count()
 
@@ -80,7 +77,7 @@ class CpuCost:
         for n in self._readers:
             users[n].add(-1)
         reducing = set()
-        for number, op in enumerate(reversed(self._ops)):
+        for number, op in enumerate(reversed(self.listed)):
             seen = set().union(*[users[n] for n in op.results])
             if not seen:
                 continue
@@ -100,8 +97,8 @@ class CpuCost:
 
     def _count(self) -> None:
         """Finds the kernels, from the results on, and adds up what they read and write."""
-        grown, kernels, makers = self._grown(), self._kernels, self._makers
-        for op in reversed(self._ops):
+        grown, kernels, makers = self._grown(), self._kernels, self.makers
+        for op in reversed(self.listed):
             if op.counts and (flops := flops_of_product(op.eqn)):
                 self.sums[0] += flops
             readers: frozenset[int] = frozenset()
@@ -149,16 +146,16 @@ class CpuCost:
 
     def _is_of_one(self, op: Operation) -> bool:
         """Whether at most one operand has as many elements as the result, broadcasts aside."""
-        makers = self._makers
+        makers = self.makers
         made = [n for n in op.operands if n not in makers or makers[n].kind != "broadcast"]
-        size = self._sizes[op.results[0]]
-        return sum([lineage.is_at_least(self._sizes[n], size) for n in made]) <= 1
+        size = self.sizes[op.results[0]]
+        return sum([lineage.is_at_least(self.sizes[n], size) for n in made]) <= 1
 
     def _read_operands(self, op: Operation, readers: frozenset[int]) -> None:
         """Records that kernels read operands; of a part of a large value, as much as results."""
         operands, name = op.operands, op.eqn.primitive.name
         if name in PARTS and operands:
-            table, result = self._table(operands[0]), self._sizes[op.results[0]]
+            table, result = self._table(operands[0]), self.sizes[op.results[0]]
             if name not in LOOKUPS:
                 is_whole = self._is_reshaped(operands[0])
             else:
@@ -186,7 +183,7 @@ class CpuCost:
 
     def _is_reshaped(self, n: int) -> bool:
         """Whether a value is one of another shape in memory; XLA counts a slice of it as all."""
-        op = self._makers.get(n)
+        op = self.makers.get(n)
         if op and op.kind == "product":
             _, (batch, _) = op.eqn.params["dimension_numbers"]
             return not batch and len(cast("Any", op.eqn.outvars[0].aval).shape) > 2
@@ -194,11 +191,11 @@ class CpuCost:
 
     def _table(self, n: int) -> Any:
         """Returns the bytes of a table; of looked-up rows that a lookup reads, their table's."""
-        size, op = self._sizes[n], self._makers.get(n)
+        size, op = self.sizes[n], self.makers.get(n)
         while op and op.operands and (op.kind == "view" or op.eqn.primitive.name in LOOKUPS):
             n = op.operands[0]
-            size = self._sizes[n] if lineage.is_at_least(size, self._sizes[n]) else size
-            op = self._makers.get(n)
+            size = self.sizes[n] if lineage.is_at_least(size, self.sizes[n]) else size
+            op = self.makers.get(n)
         return size
 
     def _read_product(self, op: Operation, readers: frozenset[int]) -> None:
@@ -206,11 +203,11 @@ class CpuCost:
         result = cast("Any", op.eqn.outvars[0].aval)
         if op.kind == "alone" and result.dtype.itemsize == 2:
             # Operands and result are in float32; a loop of its own casts the result.
-            sizes = [self._sizes[n] for n in (*op.operands, *2 * op.results)]
+            sizes = [self.sizes[n] for n in (*op.operands, *2 * op.results)]
             self.sums[1] += 2 * sum(sizes)
         for n in op.operands:
             if n in op.copied:
-                self.sums[1] += 2 * self._sizes[n]
+                self.sums[1] += 2 * self.sizes[n]
                 self._readers[n] |= self._new_kernel("loop")
             else:
                 self._readers[n] |= readers
@@ -235,7 +232,7 @@ class CpuCost:
 
     def _write(self, op: Operation, kind: str) -> frozenset[int]:
         """Adds the kernel that computes an operation and writes its results."""
-        self.sums[1] += sum([self._sizes[n] for n in op.results])
+        self.sums[1] += sum([self.sizes[n] for n in op.results])
         self.sums[2] += 1
         for n in op.results:
             self._read(n)
@@ -248,7 +245,7 @@ class CpuCost:
 
     def _read(self, n: int) -> None:
         """Adds the bytes of a value in memory once for every kernel that reads it."""
-        self.sums[1] += self._sizes[n] * len(self._readers[n] - {_MEMORY})
+        self.sums[1] += self.sizes[n] * len(self._readers[n] - {_MEMORY})
         if n in self._parts:
             for readers, size in self._parts[n]:
                 self.sums[1] += size * len(readers - self._readers[n])

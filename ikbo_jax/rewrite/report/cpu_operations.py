@@ -17,6 +17,7 @@ from ikbo_jax.rewrite.report.products import (
     RARE,
     REDUCTIONS,
     SAME,
+    bytes_of,
     flops_of_op,
 )
 from ikbo_jax.rewrite.values import lineage
@@ -83,13 +84,8 @@ class Operations:
         self.results = self._flatten(program, {}, counts=True)
 
     def _number(self, v: Any) -> int:
-        size, known, aval = 0, self.known, v.aval
-        if type(v) is not core.Literal and hasattr(aval, "shape"):
-            key = aval.shape, aval.dtype
-            if key not in known:
-                known[key] = lineage.bytes_of(*key)
-            size = known[key]
-        self.sizes.append(size)
+        is_array = type(v) is not core.Literal and hasattr(v.aval, "shape")
+        self.sizes.append(bytes_of(v.aval.shape, v.aval.dtype) if is_array else 0)
         return len(self.sizes) - 1
 
     def _flatten(self, program: Any, numbers: dict[Any, int], *, counts: bool) -> list[int]:
@@ -146,13 +142,9 @@ class Operations:
                 operands += self._broadcast_numbers(eqn)
             if name == "split":
                 for v, n in zip(eqn.outvars, results, strict=True):
-                    makers[n] = Operation(eqn.replace(outvars=[v]), kind, operands, [n], counts)
-                    self.listed.append(makers[n])
+                    self._add(Operation(eqn.replace(outvars=[v]), kind, operands, [n], counts))
                 continue
-            op = Operation(eqn, kind, operands, results, counts, copied)
-            self.listed.append(op)
-            for n in results:
-                makers[n] = op
+            self._add(Operation(eqn, kind, operands, results, counts, copied))
         return [self._operand(v, numbers) for v in program.outvars]
 
     def _operand(self, v: Any, numbers: dict[Any, int]) -> int:
@@ -200,7 +192,7 @@ class Operations:
 
     def _add(self, op: Operation) -> None:
         self.listed.append(op)
-        self.makers[op.results[0]] = op
+        self.makers.update(dict.fromkeys(op.results, op))
 
     def _broadcast_numbers(self, eqn: core.JaxprEqn) -> list[int]:
         """Returns the broadcasts of an operation's numbers; equal ones are one value."""

@@ -1,5 +1,6 @@
 """Kinds of operations, and the floating-point operations of products."""
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -55,6 +56,9 @@ INLINED = frozenset(
 #: Functions that `masks` calls in a branch that only rare values of the inputs take: users without
 #: any kept key, beside logits above 30 for a mask of -1e9 in float32.
 RARE = ("rows_without_kept_keys",)
+
+#: Computes the bytes of an array, once for each shape and dtype.
+bytes_of = functools.lru_cache(maxsize=4096)(lineage.bytes_of)
 
 
 def flops_of_product(eqn: core.JaxprEqn) -> int:

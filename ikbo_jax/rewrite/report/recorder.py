@@ -3,7 +3,8 @@
 import contextlib
 import dataclasses
 import math
-from collections.abc import Iterator
+import types
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from ikbo_jax.ops import explain
@@ -21,27 +22,41 @@ from ikbo_jax.rewrite.values import jaxprs, lineage, staged
 from ikbo_jax.rewrite.values.equations import LOOKUPS, is_lookup
 
 
+@dataclasses.dataclass(eq=False)
 class Broadcast:
-    """Collects a `FoundBroadcast` that is still being recorded."""
+    """Collects a `FoundBroadcast` that is still being recorded.
 
-    def __init__(self, line: str, what: str, certain: bool) -> None:
-        self.line = line
-        self.what = what
-        # Whether the report lists it. A lookup by an index is always listed. A broadcast dimension
-        # of size 1, which every bias has, is listed only if it saved a product.
-        self.certain = certain
-        # In the order in which the texts were recorded.
-        self.became: dict[str, None] = {}
-        self.kept: dict[str, None] = {}
+    Attributes:
+      certain: whether the report lists it. A lookup by an index is always listed. A broadcast
+        dimension of size 1, which every bias has, is listed only if it saved a product.
+      became, kept: the texts, in the order in which they were recorded.
+    """
+
+    line: str
+    what: str
+    certain: bool
+    became: dict[str, None] = dataclasses.field(default_factory=dict)
+    kept: dict[str, None] = dataclasses.field(default_factory=dict)
 
     def freeze(self) -> FoundBroadcast:
         return FoundBroadcast(self.line, self.what, tuple(self.became), tuple(self.kept))
 
 
+@contextlib.contextmanager
+def temporarily(of: Any, name: str, value: Any) -> Iterator[None]:
+    """Opens a context in which an attribute has another value."""
+    outer = getattr(of, name)
+    setattr(of, name, value)
+    try:
+        yield
+    finally:
+        setattr(of, name, outer)
+
+
 class Recorder:
     """Collects the report of one rewrite."""
 
-    def __init__(self, muted: int = 0) -> None:
+    def __init__(self, *, muted: bool = False) -> None:
         self.broadcasts: list[Broadcast] = []
         self.materialised: list[Materialisation] = []
         self.changed = False
@@ -54,7 +69,7 @@ class Recorder:
         # The equations that call the program being interpreted, outermost first. If an equation was
         # traced inside a jitted library function, its line may be unknown; then the line of the
         # innermost call with a line is used.
-        self.calls: list[Any] = []
+        self.calls: tuple[Any, ...] = ()
         # Broadcasts that several calls have in common.
         self._once: dict[Any, Broadcast] = {}
         # Why the original runs although broadcasts were found.
@@ -96,26 +111,16 @@ class Recorder:
             lookup = self._lookups[id(eqn)]
             self._lookups[id(eqn)] = dataclasses.replace(lookup, outcome=outcome, reason=reason)
 
-    @contextlib.contextmanager
-    def inside(self, eqn: Any) -> Iterator[None]:
+    def inside(self, eqn: Any) -> contextlib.AbstractContextManager[None]:
         """Opens a context for the interpretation of the program that an equation calls."""
-        self.calls.append(eqn)
-        try:
-            yield
-        finally:
-            self.calls.pop()
+        return temporarily(self, "calls", (*self.calls, eqn))
 
-    @contextlib.contextmanager
-    def because(self, reason: str) -> Iterator[None]:
+    def because(self, reason: str) -> contextlib.AbstractContextManager[None]:
         """Opens a context that sets the reason of all values materialised in it.
 
         The outermost reason counts.
         """
-        outer, self.reason = self.reason, self.reason or reason
-        try:
-            yield
-        finally:
-            self.reason = outer
+        return temporarily(self, "reason", self.reason or reason)
 
     def line(self, eqn: Any) -> str:
         """Returns the model's line that an equation stems from; a string unchanged."""
@@ -139,13 +144,12 @@ class Recorder:
             self._once[key] = broadcast
         return broadcast
 
-    @contextlib.contextmanager
-    def only_once(self, key: Any) -> Iterator[None]:
+    def only_once(self, key: Any) -> contextlib.AbstractContextManager[None]:
         """Opens a context for an equation that several calls of a program would repeat.
 
         `key` is equal for equal equations. This recorder ignores it, since it has no calls.
         """
-        yield
+        return contextlib.nullcontext()
 
     def confirmed(self, origins: frozenset) -> None:
         """Records that broadcasts are lookups, so that the report lists them."""
@@ -193,9 +197,9 @@ class Recorder:
         lookups = tuple(self._lookups.values())
         if not changed:
             why = self.refusal or "nothing is gained by it"
+            kept = {"outcome": "kept", "reason": why}
             lookups = tuple(
-                dataclasses.replace(x, outcome="kept", reason=why) if x.outcome == "removed" else x
-                for x in lookups
+                dataclasses.replace(x, **kept) if x.outcome == "removed" else x for x in lookups
             )
         return RewriteReport(
             changed,
@@ -216,3 +220,112 @@ def _lookup_text(eqn: Any) -> str:
     indices = eqn.invars[1].aval.shape
     count = math.prod(indices[:-1] if eqn.primitive.name == "gather" else indices)
     return f"{operand} looked up by {count} indices -> {result}"
+
+
+@dataclasses.dataclass(eq=False)
+class _Call:
+    """Holds a call of the program, for which the events are replayed.
+
+    Attributes:
+      replaced: by stand-in of the program, this call's broadcasts.
+    """
+
+    recorder: Recorder
+    equation: Any
+    replaced: dict[Any, frozenset]
+    materialise: Any
+    _origins_of: dict[frozenset, frozenset] = dataclasses.field(default_factory=dict)
+
+    def place(self, line: str) -> Any:
+        """Returns the line of an event, or the equation that calls if the line is unknown."""
+        return self.equation if line == UNKNOWN else line
+
+    def origins(self, stand_ins: frozenset) -> frozenset:
+        """Returns the broadcasts that a value stems from in this call, by its stand-ins."""
+        if stand_ins not in self._origins_of:
+            replaced = (self.replaced.get(o, (o,)) for o in stand_ins)
+            self._origins_of[stand_ins] = frozenset().union(*replaced)
+        return self._origins_of[stand_ins]
+
+
+class Log(Recorder):
+    """Keeps all events of a rewritten program, to replay them at each of its calls.
+
+    While the program is rewritten, a `Broadcast` without texts stands in for the broadcasts that an
+    operand stems from.
+
+    Attributes:
+      operands: by identity of a value, its position among the operands of the call.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operands: dict[int, int] = {}
+        self._events: list[Callable[[_Call], None]] = []
+        self._key: Any = None
+        # The last events of `saved`, since equal ones are one event.
+        self._saved: set[Any] = set()
+
+    def found(self, eqn: Any, what: str, certain: bool) -> Broadcast:
+        line, key, stand_in = self.line(eqn), self._key, Broadcast("", what, certain)
+
+        def event(call: _Call) -> None:
+            found = call.place(line), what, certain
+            if key is None:
+                broadcast = call.recorder.found(*found)
+            else:
+                # All calls have the broadcast in common.
+                broadcast = call.recorder.found_once((key, what), *found)
+            call.replaced[stand_in] = frozenset([broadcast])
+
+        if not self.muted:
+            self._events.append(event)
+        return stand_in
+
+    def only_once(self, key: Any) -> contextlib.AbstractContextManager[None]:
+        return temporarily(self, "_key", key)
+
+    def confirmed(self, origins: frozenset) -> None:
+        self._events.append(lambda call: call.recorder.confirmed(call.origins(origins)))
+        self._saved = set()
+
+    def saved(self, eqn: Any, origins: frozenset, became: str, product: bool) -> None:
+        line = self.line(eqn) if product else UNKNOWN
+        key = (line, origins, became, product)
+
+        def event(call: _Call) -> None:
+            call.recorder.saved(call.place(line), call.origins(origins), became, product)
+
+        if not self.muted and key not in self._saved:
+            self._saved.add(key)
+            self._events.append(event)
+
+    def wrote(self, eqn: Any, value: Any, reason: str, copied: bool) -> None:
+        if self.muted:
+            return
+        line, operand, why = self.line(eqn), self.operands.get(id(value)), self.reason or reason
+        # An event outlives the trace, so it must not hold the value.
+        shape, dtype, origins = tuple(value.shape), value.dtype, value.origins
+
+        def event(call: _Call) -> None:
+            place = call.place(line)
+            if operand is not None:
+                call.materialise(operand, place, why, copied)
+                return
+            found = call.origins(origins)
+            copy = types.SimpleNamespace(shape=shape, dtype=dtype, origins=found)
+            call.recorder.wrote(place, copy, why, copied)
+
+        self._events.append(event)
+
+    def replay(
+        self, recorder: Recorder, equation: Any, origins: dict[Any, frozenset], materialise: Any
+    ) -> _Call:
+        """Replays the events for one call; `origins` maps stand-ins to the broadcasts of this call.
+
+        `materialise(operand, place, reason, copied)` materialises an operand.
+        """
+        call = _Call(recorder, equation, dict(origins), materialise)
+        for event in self._events:
+            event(call)
+        return call

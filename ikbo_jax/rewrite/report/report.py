@@ -6,6 +6,7 @@ import functools
 import os
 import pathlib
 import sys
+import textwrap
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -172,7 +173,7 @@ class RewriteReport:
     @property
     def details(self) -> str:
         """Text of the report with everything that replaced each broadcast."""
-        texts = [_indent(text) for text in _counted(self.broadcasts, lambda x: x.details)]
+        texts = _once(self.broadcasts, lambda x: x.details)
         return "\n".join([self._headline(), *texts, *self._left()])
 
     def _headline(self) -> str:
@@ -203,14 +204,11 @@ class RewriteReport:
         )
 
 
-def _once(entries: Sequence[Any]) -> list[str]:
-    """Indents the entries; equal ones, such as a model's layers make, are one text."""
-    return [_indent(text) for text in _counted(entries, str)]
-
-
-def _counted(entries: Sequence[Any], text: Callable[[Any], str]) -> list[str]:
-    counts = collections.Counter(entries)
-    return [text(x) if n == 1 else f"{n} times, each: {text(x)}" for x, n in counts.items()]
+def _once(entries: Sequence[Any], text: Callable[[Any], str] = str) -> list[str]:
+    """Indents the texts of entries; equal ones, such as a model's layers make, are one text."""
+    counts = collections.Counter(entries).items()
+    texts = (text(x) if n == 1 else f"{n} times, each: {text(x)}" for x, n in counts)
+    return [textwrap.indent(x, "  ") for x in texts]
 
 
 _PACKAGE = pathlib.Path(__file__).parents[2]
@@ -235,7 +233,3 @@ def source_line(eqn: Any) -> str | None:
             function = frame.function_name.rpartition(".")[2]
             return f"{os.path.basename(frame.file_name)}:{frame.line_num} ({function})"
     return None
-
-
-def _indent(text: str) -> str:
-    return "\n".join(f"  {line}" for line in text.split("\n"))

@@ -25,36 +25,37 @@ def batched_product(
         _labels("l", lhs, lhs_contract, lhs_batch),
         _labels("r", rhs, rhs_contract, rhs_batch),
     ]
-    logical = dict(zip(labels[0] + labels[1], shape_of(lhs) + shape_of(rhs), strict=True))
-    logical |= {f"b{n}": shape_of(lhs)[d] for n, d in enumerate(lhs_batch)}
+    sizes = dict(zip(labels[0] + labels[1], shape_of(lhs) + shape_of(rhs), strict=True))
     wanted = [f"b{n}" for n in range(len(lhs_batch))]
     wanted += [label for label in labels[0] + labels[1] if label[0] in "lr"]
-    looked_up = {}
-    arrays = []
+    looked_up = {
+        own[x.axis]: x.lineage for own, x in zip(labels, (lhs, rhs), strict=True) if has_lineage(x)
+    }
     bases = [base_of(lhs), base_of(rhs)]
-    bases = [_repeated(bases[n], bases[1 - n], labels[n], labels[1 - n]) for n in (0, 1)]
-    for side, x in enumerate((lhs, rhs)):
-        if has_lineage(x):
-            label = labels[side][x.axis]
-            looked_up[label] = x.lineage
-        array = bases[side]
+    arrays = [_repeated(bases[n], bases[1 - n], labels[n], labels[1 - n]) for n in (0, 1)]
+    for side, array in enumerate(arrays):
         ones = [
             d
             for d, label in enumerate(labels[side])
-            if label[0] == "b" and array.shape[d] == 1 and logical[label] != 1
+            if label[0] == "b" and array.shape[d] == 1 and sizes[label] != 1
         ]
-        arrays.append(staged.squeeze(array, ones) if ones else array)
+        arrays[side] = staged.squeeze(array, ones)
         labels[side] = [label for d, label in enumerate(labels[side]) if d not in ones]
-    out, out_labels = _bind_labelled(ctx, eqn, arrays, labels, preferred)
-    missing = [label for label in wanted if label not in out_labels]
+    contract = [label for label in labels[0] if label[0] == "c"]
+    batch = [label for label in labels[0] if label in labels[1] and label[0] == "b"]
+    # Both operands have the same size in every remaining batch dimension, perhaps 1: after
+    # `at_one_batch` and the squeeze, no size 1 is paired with a larger one.
+    numbers = tuple(
+        tuple(tuple(map(side.index, paired)) for side in labels) for paired in (contract, batch)
+    )
+    given = {} if preferred is None else {"preferred_element_type": preferred}
+    out = ctx.bind(eqn, *arrays, dimension_numbers=numbers, **given)
+    of_out = batch + [x for side in labels for x in side if x not in (*contract, *batch)]
+    missing = [label for label in wanted if label not in of_out]
     if missing:
         out = staged.expand_dims(out, range(len(missing)))
-        out_labels = missing + out_labels
-    permutation = [out_labels.index(label) for label in wanted]
-    if permutation != list(range(len(wanted))):
-        out = staged.transpose(out, permutation)
-
-    shape = tuple(logical[label] for label in wanted)
+    out = staged.transpose(out, [(missing + of_out).index(label) for label in wanted])
+    shape = tuple(sizes[label] for label in wanted)
     axis = next((n for n, label in enumerate(wanted) if label in looked_up), -1)
     return out, shape, looked_up[wanted[axis]] if axis >= 0 else None, axis
 
@@ -77,9 +78,8 @@ def _repeated(x: jax.Array, other: jax.Array, own: list[str], others: list[str])
         return x
     # With Explicit mesh axes, it would have to be sharded like the other operand.
     is_sharded = any(jax.typeof(other).sharding.spec)
-    if is_sharded or not lineage.is_at_least(other.size, math.prod(shape)):
-        return x
-    return lineage.spread(x, tuple(shape))
+    fits = not is_sharded and lineage.is_at_least(other.size, math.prod(shape))
+    return lineage.spread(x, tuple(shape)) if fits else x
 
 
 def dims_of(eqn: Any) -> Any:
@@ -129,24 +129,3 @@ def _own_lookup(ctx: Context, eqn: Any, x: Any, other: Any) -> Any:
         return x
     ctx.gradient_differs()
     return dataclasses.replace(x, base=lax.optimization_barrier(x.base))
-
-
-def _bind_labelled(
-    ctx: Context, eqn: Any, arrays: list[Any], labels: list[list[str]], preferred: Any
-) -> tuple[Any, list[str]]:
-    contract = [label for label in labels[0] if label[0] == "c"]
-    batch = [label for label in labels[0] if label in labels[1] and label[0] == "b"]
-    # Both operands have the same size in every remaining batch dimension, perhaps 1: after
-    # `at_one_batch` and the squeeze in `batched_product`, no size 1 is paired with a larger one.
-    numbers = (
-        tuple(tuple(side.index(label) for label in contract) for side in labels),
-        tuple(tuple(side.index(label) for label in batch) for side in labels),
-    )
-    params = {"dimension_numbers": numbers}
-    if preferred is not None:
-        params["preferred_element_type"] = preferred
-    out = ctx.bind(eqn, *arrays, **params)
-    free = [
-        label for side in labels for label in side if label not in contract and label not in batch
-    ]
-    return out, batch + free

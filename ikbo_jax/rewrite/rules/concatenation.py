@@ -59,15 +59,16 @@ def concatenated(ctx: Context, eqn: Any, operands: Any, axis: int, shape: tuple[
     one_lineage = value_lineage is not None and not differ
     if one_lineage and not any(carries(x, user_axis) for x in parts):
         base, origins = concatenated_bases(parts, axis), origins_of(*parts)
-        return at_user_batch(ctx, eqn, base, shape, value_lineage, user_axis, origins)
+        return at_user_batch(ctx, eqn, base, value_lineage, user_axis, origins, shape)
     return Concat(tuple(_joined_neighbours(parts, axis)), axis)
 
 
 def repeated(ctx: Context, eqn: Any, x: Any, shape: tuple[int, ...], verb: str) -> Any:
     """Repeats the one element of an axis that looks nothing up; the base stays."""
     found = ctx.recorder.found(eqn, f"{lineage.text(x)} {verb} -> {lineage.text(x, shape)}", False)
-    kept = (x.lineage, x.axis) if has_lineage(x) else (None, -1)
-    return lazy(base_of(x), shape, kept[0], kept[1], origins_of(x) | {found})
+    if is_plain(x):
+        return lazy(x, shape, None, -1, frozenset({found}))
+    return lazy(x.base, shape, x.lineage, x.axis, x.origins | {found})
 
 
 def _concat_of_concats(
@@ -93,16 +94,10 @@ def _joined_neighbours(parts: list[Any], axis: int) -> list[Any]:
     """Joins neighbouring parts of one lineage to one part."""
 
     def kind(x: Any) -> Any:
-        return (id(x.lineage), x.axis) if has_lineage(x) else id(x)
+        return (id(x.lineage), x.axis) if has_lineage(x) else object()
 
-    joined = []
-    for _, same in itertools.groupby(parts, kind):
-        run = list(same)
-        if has_lineage(run[0]) and len(run) > 1:
-            joined.append(of_one_lineage(run, axis))
-        else:
-            joined += run
-    return joined
+    runs = [list(run) for _, run in itertools.groupby(parts, kind)]
+    return [run[0] if len(run) == 1 else of_one_lineage(run, axis) for run in runs]
 
 
 def of_one_lineage(parts: list[Any], axis: int) -> Any:
@@ -110,10 +105,8 @@ def of_one_lineage(parts: list[Any], axis: int) -> Any:
     base, first = concatenated_bases(parts, axis), parts[0]
     if is_plain(first):
         return base
-    length = sum(part.shape[axis] for part in parts)
-    shape = (*first.shape[:axis], length, *first.shape[axis + 1 :])
-    value_lineage, _, _ = common_lineage(parts)
-    return lazy(base, shape, value_lineage, first.axis, origins_of(*parts))
+    shape = Concat(tuple(parts), axis).shape
+    return lazy(base, shape, first.lineage, first.axis, origins_of(*parts))
 
 
 def stack(ctx: Context, eqn: Any, *operands: Any) -> Any:
@@ -121,10 +114,8 @@ def stack(ctx: Context, eqn: Any, *operands: Any) -> Any:
     axis, shape = eqn.params["axis"], tuple(eqn.outvars[0].aval.shape)
     if len(operands) < 2 or all(map(is_plain, operands)) and operands[0] is not operands[1]:
         return ctx.bind(eqn, *map(ctx.build, operands))
-    expanded: dict[int, Any] = {}
-    for x in operands:
-        if id(x) not in expanded:
-            expanded[id(x)] = with_new_axis(ctx, eqn, x, axis)
+    different = {id(x): x for x in operands}
+    expanded = {key: with_new_axis(ctx, eqn, x, axis) for key, x in different.items()}
     return concatenated(ctx, eqn, [expanded[id(x)] for x in operands], axis, shape)
 
 
@@ -140,8 +131,7 @@ def unstack(ctx: Context, eqn: Any, x: Any) -> Any:
     if not isinstance(x, Lazy) or x.axis == axis:
         raise NotCovered("unstack of the looked-up axis, or of a concatenation")
     pieces = (slice_along(x, n, n + 1, axis) for n in range(x.shape[axis]))
-    shape = tuple(eqn.outvars[0].aval.shape)
-    return [reshape.reshape_to(ctx, eqn, piece, shape) for piece in pieces]
+    return [reshape.reshape_to(ctx, eqn, piece, eqn.outvars[0].aval.shape) for piece in pieces]
 
 
 def concatenated_bases(parts: Any, axis: int) -> Any:

@@ -1,6 +1,7 @@
 """Rules of primitives that work row by row, and of primitives that only move data."""
 
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Callable, Sequence
@@ -46,12 +47,16 @@ ELEMENTWISE = """
 
 
 def at_user_batch(
-    ctx: Context, eqn: Any, base: Any, shape: Any, value_lineage: Any, axis: Any, origins: Any
+    ctx: Context, eqn: Any, base: Any, users: Any, axis: int, origins: Any, shape: Any = None
 ) -> Any:
-    """Returns a result computed at the smaller batch as a value; records the saved work."""
-    if value_lineage is not None:
+    """Returns a result computed at the smaller batch as a value; records the saved work.
+
+    `users` is its lineage, or None; its shape is the equation's unless it is a part of the result.
+    """
+    if users is not None:
         ctx.recorder.saved(eqn, origins, "work at the smaller batch", False)
-    return lazy(base, tuple(shape), value_lineage, axis, origins)
+    shape = eqn.outvars[0].aval.shape if shape is None else shape
+    return lazy(base, shape, users, axis, origins)
 
 
 def common_lineage(operands: Any) -> tuple[Lineage | None, int, bool]:
@@ -112,7 +117,8 @@ def elementwise_to(ctx: Context, eqn: Any, shape: tuple[int, ...], operands: Any
     operands = lineage.aligned(operands)
     value_lineage, axis, differ = common_lineage(operands)
     if differ:
-        operands, (value_lineage, axis, differ) = _of_one_lineage(operands)
+        operands = _of_one_lineage(operands)
+        value_lineage, axis, differ = common_lineage(operands)
     if value_lineage is not None and (differ or any(carries(x, axis) for x in operands)):
         operand = "another lookup" if differ else "a value at candidate batch"
         reason = f"{eqn.primitive.name} with {operand}"
@@ -127,30 +133,27 @@ def elementwise_to(ctx: Context, eqn: Any, shape: tuple[int, ...], operands: Any
         # One user, broadcast by a sum with zeros or by a product with ones.
         what = f"{lineage.text(base)} broadcast -> {lineage.text(base, shape)}"
         origins = frozenset({ctx.recorder.found(eqn, what, False)})
-    return at_user_batch(ctx, eqn, base, shape, value_lineage, axis, origins)
+    return at_user_batch(ctx, eqn, base, value_lineage, axis, origins, shape)
 
 
-def _of_one_lineage(operands: list[Any]) -> tuple[list[Any], tuple[Lineage | None, int, bool]]:
+def _of_one_lineage(operands: list[Any]) -> list[Any]:
     """Looks rows up that are equal for all rows of another lookup, such as tiled positions.
 
-    Returns:
-      The operands, and what `common_lineage` returns for them. If every lookup differs between the
-      rows of every other one, all are kept.
+    If every lookup differs between the rows of every other one, all are kept.
     """
     for first in filter(has_lineage, operands):
-        same = [
-            (x.lineage, x.axis) == (first.lineage, first.axis) for x in operands if has_lineage(x)
-        ]
-        others = [x for x in operands if has_lineage(x) and x.axis != first.axis]
-        if len(others) != same.count(False) or any(carries(x, first.axis) for x in others):
-            continue
-        found = list(operands)
-        for n, x in enumerate(operands):
-            if any(x is y for y in others):
-                rows = take_rows(x.base, x.lineage.index, x.axis, is_sorted=x.lineage.is_sorted)
-                found[n] = lazy(rows, x.shape, None, -1, x.origins)
-        return found, (first.lineage, first.axis, False)
-    return operands, common_lineage(operands)
+        kept = first.lineage, first.axis
+        others = [x for x in operands if has_lineage(x) and (x.lineage, x.axis) != kept]
+        if not any(x.axis == first.axis or carries(x, first.axis) for x in others):
+            return [_at_once(x) if any(x is y for y in others) else x for x in operands]
+    return operands
+
+
+def _at_once(x: Lazy) -> Any:
+    """Looks rows up; dimensions of size 1 stay broadcast."""
+    assert x.lineage is not None
+    rows = take_rows(x.base, x.lineage.index, x.axis, is_sorted=x.lineage.is_sorted)
+    return lazy(rows, x.shape, None, -1, x.origins)
 
 
 def _of_one_batch(ctx: Context, eqn: Any, shape: tuple[int, ...], operands: Any) -> Any:
@@ -176,7 +179,8 @@ def _of_one_batch(ctx: Context, eqn: Any, shape: tuple[int, ...], operands: Any)
         return None
     bases = [x.base if type(x) is Lazy else x for x in operands]
     base = ctx.bind(eqn, *common_shape(eqn, bases))
-    return at_user_batch(ctx, eqn, base, shape, first.lineage, first.axis, origins_of(*operands))
+    origins = origins_of(*operands)
+    return at_user_batch(ctx, eqn, base, first.lineage, first.axis, origins, shape)
 
 
 #: Constant arrays of at most this size are searched for equal numbers.
@@ -281,11 +285,10 @@ def by_part(
 def _is_candidate_batch(first: Concat, operands: Any) -> bool:
     """Whether every lazy part is combined with a value that differs between candidates."""
     values = [x for x in operands if type(x) is not Concat]
-    if not values:
-        return False
-    lazy_parts = [x for x in first.parts if not is_plain(x)]
     return all(
-        has_lineage(part) and any(carries(x, part.axis) for x in values) for part in lazy_parts
+        has_lineage(part) and any(carries(x, part.axis) for x in values)
+        for part in first.parts
+        if not is_plain(part)
     )
 
 
@@ -313,11 +316,10 @@ def reduction(ctx: Context, eqn: Any, x: Any) -> Any:
         return ctx.bind(eqn, x)
     if x.axis in axes:
         raise NotCovered(f"{eqn.primitive.name} over the looked-up axis")
-    x = spread_axes(x, axes)
-    base = ctx.bind(eqn, x.base)
+    base = ctx.bind(eqn, spread_axes(x, axes).base)
     shape = tuple(n for d, n in enumerate(x.shape) if d not in axes)
-    axis = x.axis - sum(a < x.axis for a in axes) if x.lineage else -1
-    return at_user_batch(ctx, eqn, base, shape, x.lineage, axis, x.origins)
+    axis = x.axis - sum(a < x.axis for a in axes)
+    return at_user_batch(ctx, eqn, base, x.lineage, axis, x.origins, shape)
 
 
 _COMBINED = {
@@ -335,11 +337,9 @@ def _reduce_concat(ctx: Context, eqn: Any, x: Concat) -> Any:
     combine = _COMBINED.get(eqn.primitive.name)
     if combine is None:
         raise NotCovered(f"{eqn.primitive.name} over a concatenation")
-    total: Any = None
-    for part in x.parts:
-        reduced = ctx.materialise(eqn, reduction(ctx, eqn, part), "sum of parts", copied=False)
-        total = reduced if total is None else combine(total, reduced)
-    return total
+    parts = (reduction(ctx, eqn, part) for part in x.parts)
+    arrays = (ctx.materialise(eqn, part, "sum of parts", copied=False) for part in parts)
+    return functools.reduce(combine, arrays)
 
 
 #: Primitives that reduce some axes.

@@ -10,10 +10,9 @@ from typing import Any
 import jax
 import numpy as np
 from jax import lax
-from jax.extend import core
 
 from ikbo_jax.rewrite.facts import proofs
-from ikbo_jax.rewrite.interpret import Context, shape_of
+from ikbo_jax.rewrite.interpret import Context, at_shapes, shape_of
 from ikbo_jax.rewrite.rules.elementwise import at_user_batch, concat
 from ikbo_jax.rewrite.rules.reshaped_axes import equation, to_shape
 from ikbo_jax.rewrite.values import lineage, staged
@@ -29,6 +28,12 @@ def columns(indices: Any) -> tuple[Any, ...]:
     if isinstance(indices, Concat) and indices.axis == len(indices.shape) - 1:
         return indices.parts
     return (indices,)
+
+
+def are_in_parts(indices: Any) -> bool:
+    """Whether index vectors are a concatenation with looked-up parts, or of concatenations."""
+    parts = indices.parts if isinstance(indices, Concat) else ()
+    return any(map(lineage.has_lineage, parts)) or Concat in map(type, parts)
 
 
 def are_looked_up(indices: Any) -> bool:
@@ -57,10 +62,9 @@ def gather(ctx: Context, eqn: Any, operand: Any, indices: Any, axis: int | None 
         _indices_at_users(parts, mapped, axis, dim, users),
         **_OF_USERS,
     )
-    shape = tuple(eqn.outvars[0].aval.shape)
-    out_axis = [d for d in range(len(shape)) if d not in numbers.offset_dims][dim]
-    origins = lineage.origins_of(operand, *parts)
-    return at_user_batch(ctx, eqn, base, shape, users, out_axis, origins)
+    rank = len(eqn.outvars[0].aval.shape)
+    out_axis = [d for d in range(rank) if d not in numbers.offset_dims][dim]
+    return at_user_batch(ctx, eqn, base, users, out_axis, lineage.origins_of(operand, *parts))
 
 
 def gather_of_candidates(ctx: Context, eqn: Any, operand: Lazy, indices: Any) -> Any:
@@ -68,9 +72,10 @@ def gather_of_candidates(ctx: Context, eqn: Any, operand: Lazy, indices: Any) ->
 
     The positions become pairs of a user and a position, by which the users' rows are looked up.
     """
-    numbers, sizes = eqn.params["dimension_numbers"], list(eqn.params["slice_sizes"])
+    numbers = eqn.params["dimension_numbers"]
     axis, batching = operand.axis, list(numbers.operand_batching_dims)
-    dim = int(numbers.start_indices_batching_dims[batching.index(axis)])
+    of_indices = numbers.start_indices_batching_dims
+    dim = int(of_indices[batching.index(axis)])
     assert operand.lineage is not None
     indices = ctx.build(indices)
     if not np.issubdtype(indices.dtype, np.signedinteger):
@@ -79,26 +84,19 @@ def gather_of_candidates(ctx: Context, eqn: Any, operand: Lazy, indices: Any) ->
         raise NotCovered("gather at positions of fewer bits than users")
     column = lax.convert_element_type(operand.lineage.index, indices.dtype)
     column = lax.broadcast_in_dim(column, (*indices.shape[:-1], 1), (dim,))
-    kept = [n for n, d in enumerate(batching) if d != axis]
     numbers = numbers._replace(
         collapsed_slice_dims=tuple(sorted((*numbers.collapsed_slice_dims, axis))),
         start_index_map=(axis, *numbers.start_index_map),
-        operand_batching_dims=tuple(batching[n] for n in kept),
-        start_indices_batching_dims=tuple(numbers.start_indices_batching_dims[n] for n in kept),
+        operand_batching_dims=tuple(a for a in batching if a != axis),
+        start_indices_batching_dims=tuple(d for d in of_indices if d != dim),
     )
     operand = lineage.spread_axes(operand, range(len(operand.shape)))
     ctx.recorder.saved(eqn, operand.origins, "lookup of pairs", True)
 
     def look_up(base: Any, column: Any, indices: Any) -> Any:
-        return ctx.bind(
-            eqn,
-            base,
-            lax.concatenate([column, indices], indices.ndim - 1),
-            dimension_numbers=numbers,
-            slice_sizes=tuple(sizes),
-            indices_are_sorted=False,
-            unique_indices=False,
-        )
+        pairs = lax.concatenate([column, indices], indices.ndim - 1)
+        unknown = {"indices_are_sorted": False, "unique_indices": False}
+        return ctx.bind(eqn, base, pairs, dimension_numbers=numbers, **unknown)
 
     sharding = eqn.outvars[0].aval.sharding
     return staged.over_auto_axes(look_up, sharding)(operand.base, column, indices)
@@ -109,9 +107,7 @@ def along_whole_axis(ctx: Context, eqn: Any, indices: Any) -> tuple[Any, Any]:
 
     So does an index that is broadcast along features: in `take_along_axis`, whose features are a
     batching dimension, and in `x[index[:, None], arange(width)]`, where a column counts them.
-
-    Returns:
-      The equation and the index vectors without this axis; as they are if there is no such axis.
+    Returns the equation and the index vectors without this axis, or as they are if there is none.
     """
     numbers, sizes = eqn.params["dimension_numbers"], list(eqn.params["slice_sizes"])
     batched, batching = numbers.operand_batching_dims, numbers.start_indices_batching_dims
@@ -149,9 +145,9 @@ def along_whole_axis(ctx: Context, eqn: Any, indices: Any) -> tuple[Any, Any]:
         )
         of_rows = [_without_dimension(ctx, eqn, x, dim) for x in kept]
         vectors = of_rows[0] if len(kept) == 1 else concat(of_rows, len(shape_of(of_rows[0])) - 1)
-        invars = [eqn.invars[0], core.Var(eqn.invars[1].aval.update(shape=shape_of(vectors)))]
         given = {"dimension_numbers": numbers, "slice_sizes": tuple(sizes), **_OF_USERS}
-        return eqn.replace(invars=invars, params={**eqn.params, **given}), vectors
+        operand, result = eqn.invars[0].aval, eqn.outvars[0].aval.shape
+        return at_shapes(eqn, [operand, vectors], [result], **given), vectors
     return eqn, indices
 
 
@@ -184,8 +180,7 @@ def scatter(ctx: Context, eqn: Any, x: Any, indices: Any, updates: Any) -> Any:
         lineage.rows_of(updates, update_axis, users.users),
         **_OF_USERS,
     )
-    shape = tuple(eqn.outvars[0].aval.shape)
-    return at_user_batch(ctx, eqn, base, shape, users, axis, lineage.origins_of(x, updates, *parts))
+    return at_user_batch(ctx, eqn, base, users, axis, lineage.origins_of(x, updates, *parts))
 
 
 def _lineage_of(parts: list[Any]) -> tuple[Lineage, int]:

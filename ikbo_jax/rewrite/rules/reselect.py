@@ -76,7 +76,6 @@ def without_unused(operand: Any, fine: Lineage, axis: int) -> Any:
     batch. If the result is infinity or NaN, as for a norm of padding, its gradient of 0 would turn
     the gradient of every weight into NaN.
     """
-
     users = fine.users
 
     def is_used(index: jax.Array) -> jax.Array:
@@ -107,14 +106,9 @@ def again(
 ) -> tuple[jax.Array, Lineage]:
     """Returns base and lineage of a lookup in looked-up rows, which has no more rows than these.
 
-    Args:
-      ctx: the context.
-      operand: the looked-up rows.
-      key: of the lineage.
-      row: [batch] int32, which rows of the operand are taken; the number of rows for an index below
-        0, and one more for an index past the end.
-      ends: computes the two rows for indices out of bounds; None if there are none.
-      exact: whether the gradient must be right.
+    `row` [batch] int32 says which rows of the operand are taken. It is the number of rows for an
+    index below 0, and one more for an index past the end; `ends` computes the two rows for these,
+    or is None. `key` is the lineage's; the gradient must be right if `exact`.
     """
     assert operand.lineage is not None
     users, axis, count = operand.lineage, operand.axis, operand.shape[operand.axis]
@@ -137,17 +131,13 @@ def concatenated(ctx: Any, parts: Sequence[Any], axis: int, shape: Any) -> Any:
     """Concatenates lookups along the looked-up axis, and rows that are all equal."""
     parts = [(ctx.scope.results((_FEW, id(x))) or [x])[0] for x in parts]
     parts = lineage.aligned(parts)
-    bases: list[Any] = []
-    slots = []
     for x in parts:
         constant = lineage.is_only_broadcast(x) and x.base.shape[axis] == 1
         if not constant and not (lineage.has_lineage(x) and x.axis == axis):
             raise NotCovered("concatenation along the looked-up axis")
-        same = [n for n, (base, _) in enumerate(bases) if base is x.base]
-        slots.append(same[0] if same else len(bases))
-        if not same:
-            bases.append((x.base, x.base.shape[axis]))
-    starts = np.cumsum([0, *(rows for _, rows in bases)]).tolist()
+    bases = list({id(x.base): x.base for x in parts}.values())
+    slots = [next(n for n, base in enumerate(bases) if base is x.base) for x in parts]
+    starts = np.cumsum([0, *(base.shape[axis] for base in bases)]).tolist()
     if not lineage.is_at_least(shape[axis], starts[-1] + 1):
         raise NotCovered("concatenation along the looked-up axis of more rows than results")
     sources = [x.lineage if x.lineage is not None else x.shape[axis] for x in parts]
@@ -168,8 +158,5 @@ def concatenated(ctx: Any, parts: Sequence[Any], axis: int, shape: Any) -> Any:
 
     nearest = [source.nearest if isinstance(source, Lineage) else None for source in sources]
     near = users(nearest, starts[1] - 2) if len(bases) == 1 and all(nearest) else None
-    base, found = (
-        lineage.joined([base for base, _ in bases], axis),
-        users(sources, starts[-1], near),
-    )
+    base, found = lineage.joined(bases, axis), users(sources, starts[-1], near)
     return Lazy(base, tuple(shape), found, axis, lineage.origins_of(*parts))

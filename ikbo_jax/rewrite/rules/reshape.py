@@ -16,15 +16,9 @@ from ikbo_jax.rewrite.values.registry import NotCovered
 from ikbo_jax.rewrite.values.reshaped import merged, split
 
 
-def squeeze(ctx: Context, eqn: Any, x: Any) -> Any:
-    """Reshapes to the shape without some dimensions of size 1."""
-    squeezed = [int(d) for d in eqn.params["dimensions"]]
-    return reshape_to(ctx, eqn, x, tuple(n for d, n in enumerate(x.shape) if d not in squeezed))
-
-
 def reshape(ctx: Context, eqn: Any, x: Any) -> Any:
-    """Reshapes; the interpreter transposes before, where a reshape permutes."""
-    return reshape_to(ctx, eqn, x, eqn.params["new_sizes"])
+    """Reshapes, or squeezes; the interpreter transposes before, where a reshape permutes."""
+    return reshape_to(ctx, eqn, x, eqn.outvars[0].aval.shape)
 
 
 def reshape_to(ctx: Context, eqn: Any, x: Any, shape: tuple[int, ...]) -> Any:
@@ -130,13 +124,11 @@ def _reshape_concat(ctx: Context, eqn: Any, x: Concat, shape: Any, groups: Any) 
     parts = []
     for part, size in zip(x.parts, x.sizes, strict=True):
         part_shape = (*shape[:axis], size * inner // length, *shape[axis + 1 :])
-        if is_plain(part):
-            parts.append(staged.reshape(part, part_shape))
-        elif isinstance(part, Concat):
-            parts.append(reshape_to(ctx, eqn, part, part_shape))
-        else:
+        if isinstance(part, Lazy):
             part_groups = _reshape_groups(part.shape, part_shape)
             parts.append(_reshape_lazy(ctx, eqn, part, part_shape, part_groups))
+        else:
+            parts.append(reshape_to(ctx, eqn, part, part_shape))
     return concat(parts, axis)
 
 

@@ -15,7 +15,7 @@ import jax
 from jax import lax
 from jax.extend import core
 
-from ikbo_jax.rewrite.interpret import Context, shape_of
+from ikbo_jax.rewrite.interpret import Context, at_shapes, shape_of
 from ikbo_jax.rewrite.rules import reshape
 from ikbo_jax.rewrite.values.lineage import Lazy, has_lineage, is_only_broadcast, is_plain
 from ikbo_jax.rewrite.values.registry import NotCovered
@@ -121,11 +121,6 @@ def axes_of(groups: tuple[Group, ...]) -> Axes:
     return Axes(groups)
 
 
-def axes_of_value(x: Any) -> Axes:
-    """Returns the axes of a value, which may be no reshape."""
-    return axes_of(x.groups if type(x) is Reshaped else plain_groups(shape_of(x)))
-
-
 def equation(eqn: Any, primitive: Any, avals: Sequence[Any], out_shape: Any, params: Any) -> Any:
     """Returns an equation at the place of `eqn`, whose result has the dtype of its operands."""
     out = core.Var(jax.core.ShapedArray(tuple(out_shape), avals[0].dtype))
@@ -186,15 +181,7 @@ def run_before(ctx: Context, eqn: Any, operands: Sequence[Any], out: Axes, **par
         out if v.aval.shape == out.shape else out.fitted(v.aval.shape, eqn.primitive.name)
         for v in eqn.outvars
     ]
-    outvars = [
-        core.Var(v.aval.update(shape=axes.before_shape))
-        for v, axes in zip(eqn.outvars, outs, strict=True)
-    ]
-    invars = [
-        v if v.aval.shape == shape_of(x) else core.Var(v.aval.update(shape=shape_of(x)))
-        for v, x in zip(eqn.invars, operands, strict=True)
-    ]
-    inner = eqn.replace(invars=invars, outvars=outvars, params={**eqn.params, **params})
+    inner = at_shapes(eqn, operands, [axes.before_shape for axes in outs], **params)
     found = ctx.run_equation(inner, list(operands))
     results = [again(ctx, eqn, x, axes) for x, axes in zip(found, outs, strict=True)]
     return results if eqn.primitive.multiple_results else results[0]

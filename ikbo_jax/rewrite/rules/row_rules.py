@@ -6,18 +6,12 @@ from typing import Any
 import jax
 import numpy as np
 from jax import lax
-from jax.extend import core
 
 from ikbo_jax.rewrite.facts import proofs
 from ikbo_jax.rewrite.facts.known import known
-from ikbo_jax.rewrite.interpret import Context, shape_of
+from ikbo_jax.rewrite.interpret import Context, at_shapes, shape_of
 from ikbo_jax.rewrite.rules import placing, positions, reselect
-from ikbo_jax.rewrite.rules.elementwise import (
-    at_user_batch,
-    common_lineage,
-    concat,
-    sliced,
-)
+from ikbo_jax.rewrite.rules.elementwise import at_user_batch, common_lineage, concat, sliced
 from ikbo_jax.rewrite.values import constraints, lineage
 from ikbo_jax.rewrite.values.lineage import Concat, Lazy
 from ikbo_jax.rewrite.values.registry import NotCovered
@@ -49,12 +43,11 @@ def sort(ctx: Context, eqn: Any, *operands: Any) -> Any:
         raise NotCovered("sort along the looked-up axis")
     if users is not None and any(lineage.carries(x, axis) for x in operands):
         raise NotCovered("sort with a value at candidate batch")
-    shape = shape_of(operands[0])
     own = list(lax.broadcast_shapes(*(np.shape(lineage.base_of(x)) for x in operands)))
-    own[along] = shape[along]
+    own[along] = shape_of(operands[0])[along]
     bases = ctx.bind(eqn, *(lineage.spread(lineage.base_of(x), tuple(own)) for x in operands))
     origins = lineage.origins_of(*operands)
-    return [at_user_batch(ctx, eqn, base, shape, users, axis, origins) for base in bases]
+    return [at_user_batch(ctx, eqn, base, users, axis, origins) for base in bases]
 
 
 def rev(ctx: Context, eqn: Any, x: Any) -> Any:
@@ -70,7 +63,7 @@ def rev(ctx: Context, eqn: Any, x: Any) -> Any:
         x = reselect.rows(ctx, x, ("rev",), count, lambda index: lax.rev(index, (0,)))
         along.remove(x.axis)
     base = ctx.bind(eqn, x.base, dimensions=tuple(along)) if along else x.base
-    return at_user_batch(ctx, eqn, base, x.shape, x.lineage, x.axis, x.origins)
+    return at_user_batch(ctx, eqn, base, x.lineage, x.axis, x.origins, x.shape)
 
 
 def pad(ctx: Context, eqn: Any, x: Any, number: Any) -> Any:
@@ -80,12 +73,11 @@ def pad(ctx: Context, eqn: Any, x: Any, number: Any) -> Any:
         raise NotCovered("pad with a lazy value")
     if lineage.is_plain(x):
         return ctx.bind(eqn, x, number)
-    axis, shape = x.axis, tuple(eqn.outvars[0].aval.shape)
-    if isinstance(x, Concat) or lineage.has_lineage(x) and config[axis] != (0, 0, 0):
+    if isinstance(x, Concat) or lineage.has_lineage(x) and config[x.axis] != (0, 0, 0):
         return _pad_by_rows(ctx, eqn, x, number, config)
     x = lineage.spread_axes(x, [d for d, amounts in enumerate(config) if amounts != (0, 0, 0)])
     base = ctx.bind(eqn, x.base, number)
-    return at_user_batch(ctx, eqn, base, shape, x.lineage, axis, x.origins)
+    return at_user_batch(ctx, eqn, base, x.lineage, x.axis, x.origins)
 
 
 def _pad_by_rows(ctx: Context, eqn: Any, x: Any, number: Any, config: list[Any]) -> Any:
@@ -95,11 +87,10 @@ def _pad_by_rows(ctx: Context, eqn: Any, x: Any, number: Any, config: list[Any])
     if low < 0 or high < 0 or between:
         raise NotCovered("pad that cuts or spaces the looked-up axis, or a concatenation")
     config[axis], shape = (0, 0, 0), aval.shape
-    params = {**eqn.params, "padding_config": tuple(config)}
     parts: list[Any] = []
     for part in x.parts if isinstance(x, Concat) else (x,):
         whole = (*shape[:axis], part.shape[axis], *shape[axis + 1 :])
-        of_part = eqn.replace(params=params, outvars=[core.Var(aval.update(shape=whole))])
+        of_part = at_shapes(eqn, (part, number), [whole], padding_config=tuple(config))
         parts.append(pad(ctx, of_part, part, number) if any(map(any, config)) else part)
     ones = (1,) * len(shape)
     # Products that sum over the axis leave zeros out that are known as such.
@@ -126,11 +117,8 @@ def convolution(ctx: Context, eqn: Any, x: Any, kernel: Any) -> Any:
         raise NotCovered("convolution along the looked-up axis")
     x = lineage.spread_axes(x, [d for d in range(len(x.shape)) if d != batch])
     base = ctx.bind(eqn, x.base, kernel)
-    shape, out_batch = tuple(eqn.outvars[0].aval.shape), numbers.out_spec[0]
     ctx.recorder.saved(eqn, x.origins, "product at the smaller batch", True)
-    return lineage.lazy(
-        base, shape, x.lineage, out_batch if lineage.has_lineage(x) else -1, x.origins
-    )
+    return lineage.lazy(base, eqn.outvars[0].aval.shape, x.lineage, numbers.out_spec[0], x.origins)
 
 
 def _windowed(params: Any, rank: int) -> Sequence[int]:
@@ -161,8 +149,7 @@ def in_rows(ctx: Context, eqn: Any, x: Any, *rest: Any) -> Any:
         raise NotCovered(f"{eqn.primitive.name} along the looked-up axis")
     found = ctx.bind(eqn, lineage.spread_axes(x, axes).base, *rest)
     bases = found if eqn.primitive.multiple_results else [found]
-    shape = eqn.outvars[0].aval.shape
-    out = [at_user_batch(ctx, eqn, y, shape, x.lineage, x.axis, x.origins) for y in bases]
+    out = [at_user_batch(ctx, eqn, y, x.lineage, x.axis, x.origins) for y in bases]
     return out if eqn.primitive.multiple_results else out[0]
 
 
@@ -172,7 +159,14 @@ def dynamic_slice(ctx: Context, eqn: Any, x: Any, *starts: Any) -> Any:
     if not all(map(lineage.is_plain, starts)) or lineage.is_plain(x):
         raise NotCovered("dynamic_slice at positions that are looked up")
     if isinstance(x, Concat):
-        return _slice_at_constants(ctx, x, sizes, starts)
+        begins = []
+        for start, size, full in zip(starts, sizes, x.shape, strict=True):
+            number = known(ctx, start) if size != full else 0
+            if number is None:
+                where = "at positions that are not constant"
+                raise NotCovered(f"dynamic_slice of a concatenation {where}")
+            begins.append(placing.clamped(ctx, number, full - size))
+        return sliced(ctx, x, begins, [b + n for b, n in zip(begins, sizes, strict=True)])
     if lineage.has_lineage(x) and sizes[x.axis] != x.shape[x.axis]:
         axis, size = x.axis, sizes[x.axis]
 
@@ -189,18 +183,7 @@ def dynamic_slice(ctx: Context, eqn: Any, x: Any, *starts: Any) -> Any:
         sizes[x.axis] = x.base.shape[x.axis]
     # A start along an axis that is taken whole is clamped to 0.
     base = ctx.bind(eqn, x.base, *starts, slice_sizes=tuple(sizes))
-    shape = tuple(eqn.outvars[0].aval.shape)
-    return lineage.lazy(base, shape, x.lineage, x.axis, x.origins)
-
-
-def _slice_at_constants(ctx: Context, x: Concat, sizes: list[int], starts: Any) -> Any:
-    begins = []
-    for start, size, full in zip(starts, sizes, x.shape, strict=True):
-        number = known(ctx, start) if size != full else 0
-        if number is None:
-            raise NotCovered("dynamic_slice of a concatenation at positions that are not constant")
-        begins.append(placing.clamped(ctx, number, full - size))
-    return sliced(ctx, x, begins, [b + n for b, n in zip(begins, sizes, strict=True)])
+    return lineage.lazy(base, eqn.outvars[0].aval.shape, x.lineage, x.axis, x.origins)
 
 
 def dynamic_update_slice(ctx: Context, eqn: Any, x: Any, update: Any, *starts: Any) -> Any:
@@ -217,8 +200,7 @@ def dynamic_update_slice(ctx: Context, eqn: Any, x: Any, update: Any, *starts: A
         raise NotCovered("dynamic_update_slice of the looked-up axis")
     bases = [lineage.rows_of(y, axis, users.users) for y in (x, update)]
     base = ctx.bind(eqn, *bases, *starts)
-    shape = tuple(eqn.outvars[0].aval.shape)
-    return at_user_batch(ctx, eqn, base, shape, users, axis, lineage.origins_of(x, update))
+    return at_user_batch(ctx, eqn, base, users, axis, lineage.origins_of(x, update))
 
 
 def scatter(ctx: Context, eqn: Any, x: Any, indices: Any, updates: Any) -> Any:
@@ -247,13 +229,9 @@ def scatter(ctx: Context, eqn: Any, x: Any, indices: Any, updates: Any) -> Any:
         raise NotCovered(f"{eqn.primitive.name} of a part of the looked-up axis")
     if lineage.carries(x, axis) or lineage.carries(updates, update_axis):
         return placing.scattered(ctx, eqn, x, indices, updates)
-    bases = (
-        lineage.rows_of(x, axis, users.users),
-        lineage.rows_of(updates, update_axis, users.users),
-    )
-    base = ctx.bind(eqn, bases[0], indices, bases[1])
-    shape = tuple(eqn.outvars[0].aval.shape)
-    return at_user_batch(ctx, eqn, base, shape, users, axis, lineage.origins_of(x, updates))
+    rows = lineage.rows_of(x, axis, users.users)
+    base = ctx.bind(eqn, rows, indices, lineage.rows_of(updates, update_axis, users.users))
+    return at_user_batch(ctx, eqn, base, users, axis, lineage.origins_of(x, updates))
 
 
 def hi_primitive(ctx: Context, eqn: Any, *operands: Any) -> Any:

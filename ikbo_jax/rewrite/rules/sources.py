@@ -3,14 +3,13 @@
 import math
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
 from ikbo_jax.rewrite.facts import proofs
 from ikbo_jax.rewrite.interpret import Context, shape_of
-from ikbo_jax.rewrite.rules import concatenation, placing, positions, reselect, reshaped_lookups
+from ikbo_jax.rewrite.rules import concatenation, placing, positions, reselect, reshaped_rules
 from ikbo_jax.rewrite.rules.elementwise import at_user_batch, concat, slice_along
 from ikbo_jax.rewrite.rules.table_rows import column_of, looked_up
 from ikbo_jax.rewrite.values import lineage, rows, staged
@@ -26,8 +25,8 @@ def gather(ctx: Context, eqn: Any, operand: Any, indices: Any) -> Any:
         whole, vectors = positions.along_whole_axis(ctx, eqn, indices)
         if whole is not eqn:
             return gather(ctx, whole, operand, vectors)
-    if reshaped_lookups.looks_up_by_dimensions(eqn, operand, indices):
-        return reshaped_lookups.gather_by_dimensions(ctx, eqn, operand, indices)
+    if reshaped_rules.looks_up_by_dimensions(eqn, operand, indices):
+        return reshaped_rules.gather_by_dimensions(ctx, eqn, operand, indices)
     if positions.are_looked_up(indices) and (
         len(positions.columns(indices)) > 1
         or numbers.start_indices_batching_dims
@@ -35,9 +34,7 @@ def gather(ctx: Context, eqn: Any, operand: Any, indices: Any) -> Any:
     ):
         operand, axis = _rows_of_table(ctx, eqn, operand, indices)
         return positions.gather(ctx, eqn, operand, indices, axis)
-    if isinstance(indices, Concat) and (
-        any(map(lineage.has_lineage, indices.parts)) or Concat in map(type, indices.parts)
-    ):
+    if positions.are_in_parts(indices):
         return _gather_by_parts(ctx, eqn, operand, indices, eqn.outvars[0].aval.shape)
     if isinstance(operand, Concat):
         return _gather_of_parts(ctx, eqn, operand, indices)
@@ -66,9 +63,8 @@ def look_up(ctx: Context, eqn: Any, user: Any, index: Any) -> Any:
 def _rows_of_table(ctx: Context, eqn: Any, table: Any, indices: Any) -> tuple[Any, int | None]:
     """Looks up users' tables, of which index vectors choose one row: `history[index, last[index]]`.
 
-    Returns:
-      The looked-up rows and their axis, if a column is the index by which the positions are looked
-      up; otherwise the table and None.
+    Returns the looked-up rows and their axis; the table and None if no column is the index by which
+    the positions are looked up.
     """
     numbers, batch = eqn.params["dimension_numbers"], shape_of(indices)[0]
     if not lineage.is_plain(table) or len(shape_of(indices)) != 2 or numbers.operand_batching_dims:
@@ -105,12 +101,15 @@ def _gather_rows_or_bind(
             axes = _single_rows(ctx, operand, indices, numbers)
         if len(axes) == 1 and axes[0] in numbers.start_index_map and sizes[axes[0]] == 1:
             (axis,) = axes
-            count, rows = shape_of(indices)[0], shape[axis]
+            count, users = shape_of(indices)[0], shape[axis]
             if lineage.has_lineage(operand) and operand.axis == axis:
                 # A shuffle of looked-up rows is a lookup again.
-                rows = operand.lineage.users
-            is_larger = lineage.is_at_least(count, rows + 1) and lineage.is_at_least(rows, 1)
-            if is_larger and _selects_features(ctx, operand, indices, axis):
+                users = operand.lineage.users
+            is_larger = lineage.is_at_least(count, users + 1) and lineage.is_at_least(users, 1)
+            of_features = lineage.is_plain(operand) and rows.selects_features(operand, axis)
+            if is_larger and of_features and proofs.is_fixed(ctx, indices):
+                # The program fixes which features of each row it takes, and XLA adds their
+                # gradients. Products before they are taken cost less, but their gradients more.
                 if ctx.differentiated:
                     return ctx.bind(eqn, operand, ctx.build(indices))
                 ctx.gradient_differs()
@@ -125,15 +124,6 @@ def _gather_rows_or_bind(
     if is_uniform and lineage.is_plain(operand) and not numbers.start_indices_batching_dims:
         return _gather_by_lazy_indices(ctx, eqn, operand, indices, out_shape)
     return ctx.bind(eqn, ctx.build(operand), ctx.build(indices))
-
-
-def _selects_features(ctx: Context, operand: Any, indices: Any, axis: int) -> bool:
-    """Whether a program fixes which features of each row it takes, and XLA adds their gradients.
-
-    Products of features before they are taken cost less, but their gradients cost more.
-    """
-    is_plain = lineage.is_plain(operand) and rows.selects_features(operand, axis)
-    return is_plain and proofs.is_fixed(ctx, indices)
 
 
 def _check_no_other_column_fills(ctx: Context, eqn: Any, indices: Any, looked_up: set[int]) -> None:
@@ -257,7 +247,7 @@ def _gather_by_lazy_indices(
     base = ctx.bind(eqn, operand, index, **unknown)
     batch_dims = [d for d in range(len(shape)) if d not in numbers.offset_dims]
     axis = batch_dims[indices.axis] if lineage.has_lineage(indices) else -1
-    return at_user_batch(ctx, eqn, base, shape, indices.lineage, axis, indices.origins)
+    return at_user_batch(ctx, eqn, base, indices.lineage, axis, indices.origins, shape)
 
 
 def _gather_of_features(ctx: Context, eqn: Any, operand: Lazy, indices: Any) -> Any:
@@ -272,57 +262,47 @@ def _gather_of_features(ctx: Context, eqn: Any, operand: Lazy, indices: Any) -> 
     removed = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
     kept = [d for d in range(len(operand.shape)) if d not in removed]
     out_axis = numbers.offset_dims[kept.index(axis)]
-    shape = eqn.outvars[0].aval.shape
-    return at_user_batch(ctx, eqn, base, shape, operand.lineage, out_axis, operand.origins)
+    return at_user_batch(ctx, eqn, base, operand.lineage, out_axis, operand.origins)
 
 
 def broadcast_in_dim(ctx: Context, eqn: Any, operand: Any, *dynamic: Any) -> Any:
     """Broadcasts, as a lazy value whose base has dimensions of size 1."""
     shape, dims = eqn.params["shape"], [int(d) for d in eqn.params["broadcast_dimensions"]]
-    if dynamic or isinstance(operand, Concat):
+    if dynamic:
+        raise NotCovered("broadcast to a dynamic shape")
+    if isinstance(operand, Concat):
         return _concat_broadcast(ctx, eqn, operand, shape, dims)
-    base, seen = lineage.base_of(operand), shape_of(operand)
+    seen, origins = shape_of(operand), lineage.origins_of(operand)
     if lineage.is_plain(operand) and math.prod(shape) == math.prod(seen):
         return ctx.bind(eqn, operand)
-    out = _with_new_dims(base, len(shape), dims)
-    value_lineage, axis, origins = None, -1, lineage.origins_of(operand)
-    if lineage.has_lineage(operand):
-        value_lineage, axis = operand.lineage, dims[operand.axis]
-    elif not lineage.is_at_least(1, math.prod(seen)):
+    if not lineage.has_lineage(operand) and not lineage.is_at_least(1, math.prod(seen)):
         what = f"{lineage.text(operand, seen)} broadcast -> {lineage.text(operand, shape)}"
         origins |= {ctx.recorder.found(eqn, what, False)}
-    return lineage.lazy(out, shape, value_lineage, axis, origins)
+    return _with_new_dims(operand, shape, dims, origins)
 
 
-def _with_new_dims(base: Any, rank: int, dims: list[int]) -> jax.Array:
-    """Moves the dimensions of `base` to `dims`; all other dimensions have size 1."""
-    shape = [1] * rank
+def _with_new_dims(x: Any, shape: tuple[int, ...], dims: list[int], origins: frozenset) -> Any:
+    """Moves the dimensions of an array or a `Lazy` to `dims`; its base has size 1 in all others."""
+    base = lineage.base_of(x)
+    own = [1] * len(shape)
     for d, target in enumerate(dims):
-        shape[target] = np.shape(base)[d]
-    return staged.broadcast_in_dim(base, tuple(shape), tuple(dims))
+        own[target] = np.shape(base)[d]
+    base = staged.broadcast_in_dim(base, tuple(own), tuple(dims))
+    users, axis = (x.lineage, dims[x.axis]) if lineage.has_lineage(x) else (None, -1)
+    return lineage.lazy(base, shape, users, axis, origins)
 
 
-def _concat_broadcast(ctx: Context, eqn: Any, operand: Any, shape: Any, dims: Any) -> Any:
-    if not isinstance(operand, Concat):
-        raise NotCovered("broadcast to a dynamic shape")
-    axis = dims[operand.axis]
-    parts = []
-    for part in operand.parts:
-        part_shape = list(shape)
-        part_shape[axis] = part.shape[operand.axis]
+def _concat_broadcast(ctx: Context, eqn: Any, operand: Concat, shape: Any, dims: Any) -> Any:
+    axis, parts = dims[operand.axis], list[Any]()
+    for part, size in zip(operand.parts, operand.sizes, strict=True):
+        part_shape = (*shape[:axis], size, *shape[axis + 1 :])
         if isinstance(part, Concat):
-            parts.append(_concat_broadcast(ctx, eqn, part, tuple(part_shape), dims))
-            continue
-        if lineage.is_plain(part) and part.dtype != np.bool_:
-            parts.append(ctx.bind(eqn, part, shape=tuple(part_shape)))
-            continue
-        base = _with_new_dims(lineage.base_of(part), len(shape), dims)
-        if lineage.is_plain(part):
+            parts.append(_concat_broadcast(ctx, eqn, part, part_shape, dims))
+        elif lineage.is_plain(part) and part.dtype != np.bool_:
+            parts.append(ctx.bind(eqn, part, shape=part_shape))
+        else:
             # Whether a mask is equal for all heads or queries is seen in its base.
-            parts.append(lineage.lazy(base, tuple(part_shape), None, -1, frozenset()))
-            continue
-        part_axis = dims[part.axis] if part.lineage else -1
-        parts.append(lineage.lazy(base, tuple(part_shape), part.lineage, part_axis, part.origins))
+            parts.append(_with_new_dims(part, part_shape, dims, lineage.origins_of(part)))
     return Concat(tuple(parts), axis)
 
 

@@ -50,20 +50,17 @@ def _terms(ctx: Context, part: Any) -> list[tuple[Any, int]]:
 def _expanded(
     ctx: Context, value: Any, shape: tuple[int, ...], sign: int, depth: int
 ) -> list[tuple[Any, int]]:
-    if tuple(shape_of(value)) != tuple(shape):
+    if is_plain(value) and shape_of(value) != shape:
         # Dimensions of size 1 are broadcast by the sum.
-        value = Lazy(value, tuple(shape)) if is_plain(value) else value
+        value = Lazy(value, shape)
     produced = None
     if is_plain(value) and depth:
         produced = ctx.scope.producer(value, ("add", "sub"))
-    if produced is None:
-        return [(value, sign)]
-    operands = produced[1]
-    if any(
-        len(shape_of(x)) != len(shape)
-        or x.dtype != value.dtype
-        or not is_plain(x)
-        and (not isinstance(x, Lazy) or tuple(x.shape) != tuple(shape))
+    operands = () if produced is None else produced[1]
+    if produced is None or not all(
+        len(shape_of(x)) == len(shape)
+        and x.dtype == value.dtype
+        and (is_plain(x) or isinstance(x, Lazy) and x.shape == shape)
         for x in operands
     ):
         return [(value, sign)]

@@ -13,7 +13,7 @@ from jax.extend import core
 from jax.interpreters import ad, batching, mlir
 
 from ikbo_jax.rewrite.facts import proofs
-from ikbo_jax.rewrite.interpret import Context, shape_of
+from ikbo_jax.rewrite.interpret import Context, at_shapes, shape_of
 from ikbo_jax.rewrite.rules import reselect, variants
 from ikbo_jax.rewrite.values import lineage, staged
 from ikbo_jax.rewrite.values.lineage import Concat, Lineage, base_of, has_lineage, is_plain
@@ -167,11 +167,7 @@ def _fill_row(eqn: Any, operand: Any, axis: int) -> jax.Array:
 
 
 def column_of(ctx: Context, indices: Any, column: int) -> tuple[Any, int]:
-    """Traces a column of gather indices back to the value that it comes from.
-
-    Returns:
-      A value of one dimension; or a value of two dimensions, and the column of it.
-    """
+    """Traces a column of gather indices back to a vector, or to a matrix and the column of it."""
     is_of_columns = isinstance(indices, Concat) and indices.axis == 1
     parts: Any = indices.parts if is_of_columns else None
     name, eqn, operands = ctx.made_by(indices)
@@ -208,8 +204,4 @@ def _vector_of(ctx: Context, x: Any, batch: int) -> Any:
     vectors = [_vector_of(ctx, y, batch) if shape_of(y) else y for y in operands]
     if name not in ("lt", "add", "select_n") or any(y is None for y in vectors):
         return None
-    invars, outvars = (
-        [core.Var(v.aval.update(shape=(batch,))) if v.aval.shape else v for v in group]
-        for group in (eqn.invars, eqn.outvars)
-    )
-    return ctx.run_equation(eqn.replace(invars=invars, outvars=outvars), vectors)[0]
+    return ctx.run_equation(at_shapes(eqn, vectors, [(batch,)]), vectors)[0]

@@ -20,7 +20,7 @@ from ikbo_jax.rewrite.rules.elementwise import ELEMENTWISE
 from ikbo_jax.rewrite.values.equations import KEPT_DIMS, kept_dims, op_plan
 from ikbo_jax.rewrite.values.jaxprs import inner_programs
 
-_CALLS, _JVP = ("checkpoint", "jit", "remat2"), "custom_jvp_call"
+_CALLS = ("checkpoint", "jit", "remat2")
 
 
 class RowsAreRead(Exception):
@@ -61,16 +61,20 @@ class _Rows(NamedTuple):
     rows: int
 
 
+#: What is known of a value: its number, and which of its rows differ, if any.
+_Known = tuple[int, _Rows | None]
+
+
 def check(program: core.Jaxpr) -> None:
     """Raises RowsAreRead if a result may depend on a row that `unread_rows` does not keep."""
     walk = _Walk()
-    numbers = [walk.number(("argument", n)) for n in range(len(program.invars))]
+    arguments = [(walk.number(("argument", n)), None) for n in range(len(program.invars))]
     try:
-        _, found = walk.program(program, numbers, [None] * len(numbers))
+        found = walk.program(program, arguments)
     except Exception as error:
         # For example, sizes that are symbols are not comparable.
         raise RowsAreRead from error
-    if any(x is not None for x in found):
+    if any(rows is not None for _, rows in found):
         raise RowsAreRead
 
 
@@ -88,46 +92,34 @@ class _Walk:
         """Returns the number of a value that is computed as `key` says."""
         return self._numbers.setdefault(key, len(self._numbers))
 
-    def program(
-        self, program: Any, numbers: Sequence[int], rows: Sequence[_Rows | None]
-    ) -> tuple[list[int], list[_Rows | None]]:
-        """Returns the numbers of a program's results, and which of their rows differ."""
-        known: dict[Any, tuple[int, _Rows | None]] = {}
-        known.update(zip(program.invars, zip(numbers, rows, strict=True), strict=True))
+    def program(self, program: Any, arguments: Sequence[_Known]) -> list[_Known]:
+        """Returns what is known of a program's results."""
+        known: dict[Any, _Known] = dict(zip(program.invars, arguments, strict=True))
         known.update((v, (self.number(id(v)), None)) for v in program.constvars)
 
-        def read(v: Any) -> tuple[int, _Rows | None]:
+        def read(v: Any) -> _Known:
             if isinstance(v, core.Literal):
                 return self.number((str(v.aval), str(v.val))), None
             return known[v]
 
         for eqn in program.eqns:
-            of_operands = list(map(read, eqn.invars))
-            found = self._equation(eqn, [x for x, _ in of_operands], [x for _, x in of_operands])
+            found = self._equation(eqn, list(map(read, eqn.invars)))
             known.update(zip(eqn.outvars, found, strict=True))
-        results = list(map(read, program.outvars))
-        return [x for x, _ in results], [x for _, x in results]
+        return list(map(read, program.outvars))
 
-    def _equation(
-        self, eqn: core.JaxprEqn, numbers: Sequence[int], rows: Sequence[_Rows | None]
-    ) -> list[tuple[int, _Rows | None]]:
+    def _equation(self, eqn: core.JaxprEqn, operands: Sequence[_Known]) -> list[_Known]:
+        numbers, rows = [x for x, _ in operands], [x for _, x in operands]
         name, found = eqn.primitive.name, [x for x in rows if x is not None]
         after: Sequence[_Rows | None]
         if (marker := eqn.params.get("name")) in ("read_rows", "unread_rows"):
             if any(x != _Rows(numbers[1], 0, 1) for x in found):
                 raise RowsAreRead
             after = [_Rows(numbers[1], 0, 1) if marker == "unread_rows" else None]
-        elif (
-            name in _CALLS
-            and op_plan(eqn) is None
-            or name == _JVP
-            and (
-                # The function's derivative may mix rows.
-                not found or any_shape.is_elementwise_jvp(eqn)
-            )
-        ):
-            inner = eqn.params["call_jaxpr" if name == _JVP else "jaxpr"]
-            return list(zip(*self.program(inner, numbers, rows), strict=True))
+        elif name in _CALLS and op_plan(eqn) is None:
+            return self.program(eqn.params["jaxpr"], operands)
+        elif name == "custom_jvp_call" and (not found or any_shape.is_elementwise_jvp(eqn)):
+            # The derivative of another function may mix rows.
+            return self.program(eqn.params["call_jaxpr"], operands)
         elif found and (name in ELEMENTWISE or name in KEPT_DIMS):
             after = [_after(eqn, v, rows) for v in eqn.outvars]
         elif found or any(map(_marks, inner_programs(eqn))):

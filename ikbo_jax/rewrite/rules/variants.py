@@ -73,13 +73,11 @@ def with_checks_of(
 ) -> jax.Array:
     """Computes integers by `run(*arrays)`; `checkify` checks `checked(*arrays)` instead."""
     program = trace(lambda *arrays: [run(*arrays)], arrays)
-    like = [jax.typeof(x) for x in arrays]
-    original = functools.partial(trace, lambda *arrays: [checked(*arrays)], like)
+    original = functools.partial(trace, lambda *arrays: [checked(*arrays)], program.in_avals)
     return bind(program, Exact(lambda: program, original), arrays)[0]
 
 
-def _values(*inputs: Any, program: core.Jaxpr, exact: Exact, call_jaxpr: Any) -> list[Any]:
-    del exact, call_jaxpr
+def _values(*inputs: Any, program: core.Jaxpr, **_: Any) -> list[Any]:
     return call(program, inputs, "rewritten")
 
 
@@ -124,15 +122,8 @@ ad.primitive_transposes[rewritten_p] = _transpose
 
 
 def _batch(
-    axis: Any,
-    operands: Sequence[Any],
-    dims: Sequence[Any],
-    *,
-    program: core.Jaxpr,
-    exact: Exact,
-    call_jaxpr: Any,
+    axis: Any, operands: Any, dims: Any, *, program: core.Jaxpr, exact: Exact, **_: Any
 ) -> tuple[list[Any], Sequence[Any]]:
-    del call_jaxpr
     if all(dim is None for dim in dims):
         return bind(program, exact, operands), [None] * len(program.outvars)
 
