@@ -154,11 +154,7 @@ def test_vmap_of_gradients_and_second_derivatives():
 def test_gradients_repeat_bitwise(users):
     levels = levels_of(DEFAULT._replace(users=users))
     cotangent = cotangent_of(levels)
-    run = make_gradients(levels)
-    first, count = run(*levels, cotangent), jnp.int32(0)
-    for _ in range(50):
-        count = on_gpu.count_if_different(count, run(*levels, cotangent), first)
-    assert int(count) == 0
+    on_gpu.assert_repeats(make_gradients(levels), (*levels, cotangent), 50)
 
 
 @pytest.mark.parametrize("bad", [jnp.nan, jnp.inf])

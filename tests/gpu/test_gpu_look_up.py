@@ -174,12 +174,7 @@ for size, dtype, config in (
     look_up_kernel(values, index, config=LookUpConfig(streams=True)).block_until_ready()
 print("FINISHED")
 """
-
-
-@on_gpu.sanitizes
-@pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
-def test_gpu_sanitized(tool: str) -> None:
-    on_gpu.assert_sanitized(tool, SCRIPT)
+test_gpu_sanitized = on_gpu.sanitizer_test(SCRIPT)
 
 
 @on_gpu.soaks
