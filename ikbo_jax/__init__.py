@@ -8,10 +8,15 @@ from ikbo_jax.ops.dot_product_attention import dot_product_attention
 from ikbo_jax.ops.explain import Explanation, explain
 from ikbo_jax.ops.gated_linear import gated_linear
 from ikbo_jax.ops.gdpa import gdpa
-from ikbo_jax.ops.linear_compression import Term, linear_compression, multilevel_linear_compression
+from ikbo_jax.ops.linear_compression import (
+    PaddedWeight,
+    Term,
+    linear_compression,
+    multilevel_linear_compression,
+    pad_weight,
+)
 from ikbo_jax.ops.look_up import look_up, segment_sum
 from ikbo_jax.ops.norm_linear import norm_linear
-from ikbo_jax.ops.padded_weight import PaddedWeight, pad_weight
 from ikbo_jax.ops.target import export_target
 from ikbo_jax.placement import Placement, place_users
 from ikbo_jax.rewrite import rewrite

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ikbo_jax._timing import executables, interleaved_ms, programs
+from ikbo_jax._timing import interleaved_ms, programs
 from ikbo_jax._timing.programs import Log, Part, Programs
 from ikbo_jax.cases import error_rule
 from ikbo_jax.cases.linear_compression import ALIGNED_K, Case, Inputs, oracle
@@ -90,7 +90,7 @@ def run_parts(parts: Sequence[Part[Any]], log: Log) -> list[Any]:
     is_collecting = gc.isenabled()
     gc.disable()
     try:
-        with executables.use_store(table.parent / "programs", [table]) as reason:
+        with programs.use_store(table.parent / "programs", [table]) as reason:
             if reason is not None:
                 log(reason)
             return programs.run_parts(parts)

@@ -13,9 +13,6 @@ from ikbo_jax.ops.explain import Explanation, explain
 from ikbo_jax.problems import PROBLEMS, Problem
 from ikbo_jax.tuning import table, table_rows
 
-#: Longer calls are not profiled: they cannot be short on the device.
-_MOST_CALL_MS = 10.0
-
 
 @dataclasses.dataclass(frozen=True)
 class TuningReport:
@@ -199,7 +196,7 @@ def benchmark(
     thunks = {name: functools.partial(function, *args) for name, function in jitted.items()}
     samples = _timing.interleaved_ms(thunks, window_s=window_s, rounds=rounds)
     timings = {name: Timing(tuple(ms), False) for name, ms in samples.items()}
-    if min(timing.ms for timing in timings.values()) < _MOST_CALL_MS:
+    if min(timing.ms for timing in timings.values()) < device_time.MOST_CALL_MS:
         times = device_time.measure_all({name: (x, args) for name, x in jitted.items()})
         if any(found.ms < device_time.SHORT_MS for found in times.values()):
             timings = {name: Timing(tuple(times[name].busy_ms), True) for name in timings}

@@ -5,24 +5,28 @@ import os
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-import case_sample
-import compiled_programs
-import gpu_session
 import hypothesis
 import jax
 import jax.numpy as jnp
-import kernel_record
 import numpy as np
 import oracle_attention
 import problems
 import pytest
-import session_costs
-import time_limit
 from small_kernels import prefer_kernels
 
 from ikbo_jax.ops import dispatch
 from ikbo_jax.rewrite import interpret
 from ikbo_jax.rewrite.calls import program
+
+# The last is configured first.
+pytest_plugins = [
+    "kernel_record",
+    "session_costs",
+    "case_sample",
+    "compiled_programs",
+    "gpu_session",
+    "time_limit",
+]
 
 # The tests compile thousands of small programs to run each once.  LLVM's optimisation of them would
 # be 40 % of the suite.  The emitters that lower every fusion through MLIR, and the division of a
@@ -61,22 +65,6 @@ hypothesis.settings.register_profile(
     "ikbo", deadline=None, max_examples=12, derandomize=True, database=None
 )
 hypothesis.settings.load_profile("ikbo")
-
-
-def pytest_addoption(parser: pytest.Parser) -> None:
-    time_limit.pytest_addoption(parser)
-    gpu_session.pytest_addoption(parser)
-    case_sample.pytest_addoption(parser)
-    kernel_record.pytest_addoption(parser)
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    time_limit.pytest_configure(config)
-    gpu_session.pytest_configure(config)
-    compiled_programs.pytest_configure(config)
-    case_sample.pytest_configure(config)
-    session_costs.pytest_configure(config)
-    kernel_record.pytest_configure(config)
 
 
 #: Its session of Ray Serve takes 47 s, in which the test's process waits. Last, it would run alone.
@@ -234,8 +222,7 @@ def fake_attention(seems_hopper: None, monkeypatch: pytest.MonkeyPatch) -> Itera
     finds that order itself.
     """
     from ikbo_jax.ops import attention as op
-    from ikbo_jax.ops import pages
-    from ikbo_jax.ops.attention_vmap import Arrays
+    from ikbo_jax.ops.attention_arrays import Arrays
     from ikbo_jax.pallas.attention_backward import kernel as backward_kernel
     from ikbo_jax.pallas.attention_backward import own
     from ikbo_jax.pallas.attention_backward.rows import delta_by_xla
@@ -270,7 +257,7 @@ def fake_attention(seems_hopper: None, monkeypatch: pytest.MonkeyPatch) -> Itera
         call["return_residuals"] = return_residuals
         calls.append(call)
         if page_table is not None:
-            laid_out = pages.laid_out(Arrays(query, key, value, index, None, page_table=page_table))
+            laid_out = Arrays(query, key, value, index, None, page_table=page_table).laid_out()
             call["page"], key, value = key.shape[1], laid_out.key, laid_out.value
 
         def run(order, targets, ranges, own, *arrays):

@@ -27,7 +27,7 @@ CHOICE_MUTANTS = (
     ),
     Mutant(
         "factor of attention weights dropped",
-        "attention/weighted_values.py",
+        "attention/products.py",
         "return out if weights.scale == 1 else",
         "return out if True else",
         _weights("softmax(finite) * 2 / 3", "3 * nn.silu(x) * age * M / (1 + N)"),
@@ -49,7 +49,7 @@ CHOICE_MUTANTS = (
     Mutant(
         "a hiding mask keeps",
         "attention/changed_weights.py",
-        "mask = mask if keeps else Mask(~mask.kept, None)",
+        "mask = mask if keeps else Fill(0.0, kept=~mask.kept)",
         "mask = mask",
         _weights("jnp.where(~M, 0, softmax(finite))"),
     ),

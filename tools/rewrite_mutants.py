@@ -105,15 +105,15 @@ MUTANTS = (
     Mutant(
         "negative linear factor dropped",
         "facts/curves.py",
-        "        return -1.0\n",
-        "        return 1.0\n",
+        "        return -slope\n",
+        "        return slope\n",
         facts("activations_with_their_scales"),
     ),
     Mutant(
         "stop_gradient keeps the slope in curves",
         "facts/curves.py",
         '"stop_gradient": lambda x: Dual(x.value),',
-        '"stop_gradient": _same,',
+        '"stop_gradient": lambda x: x,',
         facts(
             "activations_of_another_slope", "values_and_slopes_of_a_curve_are_those_of_jax[stop]"
         ),
@@ -136,13 +136,13 @@ MUTANTS = (
     Mutant(
         "stop_gradient accepted anywhere",
         "attention/scores.py",
-        'if x.stage != "max":\n        raise NotCovered(f"attention is not recognised: stop',
-        'if x.stage is None:\n        raise NotCovered(f"attention is not recognised: stop',
+        "if x.stage != _KEEP_ONE_STAGE.get(eqn.primitive.name, x.stage):",
+        "if x.stage is None:",
         decisions("stopped probabilities"),
     ),
     Mutant(
         "sum over another axis accepted",
-        "attention/scores.py",
+        "attention/changed_weights.py",
         "if stage is None or kinds.count(KEY) != 1 or any(",
         "if stage is None or False and any(",
         decisions("softmax over a dimension of one"),
@@ -200,15 +200,15 @@ MUTANTS = (
     Mutant(
         "mask by candidate accepted",
         "attention/logit_masks.py",
-        "if n != 1 and scores.labels[d][0] == BATCH and d != mask.axis:",
-        "if False and scores.labels[d][0] == BATCH and d != mask.axis:",
+        "if n != 1 and kind == BATCH and d != axis:",
+        "if False and kind == BATCH and d != axis:",
         left("mask by candidate"),
     ),
     Mutant(
         "mask by query accepted",
         "attention/logit_masks.py",
-        "if n != 1 and scores.labels[d][0] not in (BATCH, KEY):",
-        "if False and scores.labels[d][0] not in (BATCH, KEY):",
+        "if n != 1 and kind not in (BATCH, *kinds):",
+        "if False and kind not in (BATCH, *kinds):",
         left("mask by query"),
     ),
     Mutant(
@@ -270,14 +270,14 @@ MUTANTS = (
     Mutant(
         "an interval counts as the first keys",
         "facts/masks.py",
-        "return bool(_found(ctx, mask, keeps, dim) & _FIRST)",
-        "return bool(_found(ctx, mask, keeps, dim) & _INTERVAL)",
+        "return _found(ctx, mask, keeps, dim) in (_FIRST, _EQUAL)",
+        "return _found(ctx, mask, keeps, dim) in (_INTERVAL, _FIRST, _EQUAL)",
         (*facts("lengths"), *decisions("lengths, above")),
     ),
     Mutant(
         "any positions count as arange",
         "facts/proofs.py",
-        "return positions.shape[dim] == shape[dim] and bool(np.all(positions == expected))",
+        "return bool(np.all(found == positions(shape, dim)))",
         "return True",
         facts("positions_count_up_only_if_they_are_0_1_2"),
     ),

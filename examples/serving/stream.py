@@ -16,7 +16,7 @@ import numpy as np
 
 from examples.serving import offline
 from ikbo_jax import serving
-from ikbo_jax.serving.answers import Pending
+from ikbo_jax.serving.base import Pending
 from ikbo_jax.serving.batches import fitting_parts
 
 #: Seconds between two looks at a call that is under way, and seconds by which a call starts earlier

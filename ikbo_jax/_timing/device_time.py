@@ -12,6 +12,8 @@ import jax
 CALLS = 20
 #: Python launches no faster: shorter functions are timed on the device.
 SHORT_MS = 0.3
+#: Longer calls are not profiled: they cannot be short on the device, and XLA may take seconds.
+MOST_CALL_MS = 10.0
 
 
 class Event(NamedTuple):

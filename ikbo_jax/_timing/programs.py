@@ -1,27 +1,40 @@
-"""Compiles the programs of the demo in parallel, and runs them when none compiles.
+"""Compiles the programs of the demo in parallel, keeps them in files, and runs them.
 
 The demo has several parts, and each part creates one `Programs`. `run_parts` has the parts
 
 1. lower their programs in order; every program compiles in a thread of its part's pool as soon as
    it is lowered, and its Mosaic GPU kernels in threads beside it;
 2. run and time their programs, in order, when all have compiled.
+
+A program that `Store` holds needs no tracing, lowering or compiling. Its key is everything that
+determines the lowered text: all files of this library, the user's tuning cache, the versions of JAX
+and the driver, the device, JAX's settings, and the sizes. A program that cannot be read or loaded
+is compiled again.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import hashlib
+import importlib
 import os
+import pathlib
+import pickle
+import platform
 import re
+import sys
+import tempfile
 import time
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import jax
+import jaxlib
+import numpy as np
+from jax.experimental import serialize_executable
 from jaxlib.mlir import ir
-
-from ikbo_jax._timing import executables
 
 #: Reports a line of text about progress.
 Log = Callable[[str], None]
@@ -38,6 +51,11 @@ UNTIMED_ON_GPU = {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": Fal
 #: materialised network on an H100, nearly all of it on the host. With this option XLA times the
 #: algorithms of cuBLAS and takes the fastest: the baseline is tuned, and users commonly set it.
 NETWORK_ON_GPU = {"xla_gpu_enable_triton_gemm": False}
+#: Largest number of files in the folder, and of bytes in all; the least recently used are deleted.
+MAX_FILES, MAX_BYTES = 128, 1 << 30
+#: Prefixes of environment variables that affect compiled programs.
+VARIABLES = ("XLA_", "JAX_", "CUDA_", "NVIDIA_", "MOSAIC_", "IKBO_", "TF_")
+_DIGEST_BYTES = hashlib.sha256().digest_size
 
 
 #: A part of the demo: it lowers programs, yields them, takes them compiled, and returns its result.
@@ -122,7 +140,7 @@ class Programs:
             False: UNTIMED_ON_GPU if on_gpu else {},
         }
         self._log, self._identity = log, identity
-        self._store = executables.current_store() if identity else None
+        self._store = current_store() if identity else None
         workers = min(WORKERS, os.cpu_count() or 1)
         self._pool = ThreadPoolExecutor(workers, thread_name_prefix="compile")
         self._futures: dict[str, Future[jax.stages.Compiled]] = {}
@@ -144,7 +162,7 @@ class Programs:
 
             def load() -> jax.stages.Compiled:
                 try:
-                    return executables.load(serialized)
+                    return from_entry(serialized)
                 except Exception:  # a program that cannot be loaded is compiled
                     return self._compile(name, jax.jit(fn).lower(*args), options, key)
 
@@ -168,7 +186,7 @@ class Programs:
             self._log(f"compiled {' '.join(name.split())} in {seconds:.1f} s")
         if self._store is not None:
             with contextlib.suppress(Exception):  # not every backend can serialise programs
-                self._store.put(key, executables.to_entry(compiled, lowered.out_info))
+                self._store.put(key, to_entry(compiled, lowered.out_info))
         return compiled
 
     def compiled(self) -> dict[str, jax.stages.Compiled]:
@@ -178,3 +196,141 @@ class Programs:
     def stop(self) -> None:
         """Compiles no program that has not begun to compile."""
         self._pool.shutdown(wait=False, cancel_futures=True)
+
+
+def environment_digest(tables: Sequence[pathlib.Path] = ()) -> bytes:
+    """Hashes everything outside a program that affects how it compiles, also the files `tables`."""
+    digest = hashlib.sha256()
+    package = pathlib.Path(__file__).resolve().parents[1]
+    sources = sorted(p for p in package.rglob("*") if p.suffix in (".py", ".json"))
+    for path in (*sources, *tables, pathlib.Path("/proc/driver/nvidia/version")):
+        content = path.read_bytes() if path.is_file() else b"none"
+        digest.update(f"{path} {len(content)}\n".encode() + content)
+    device = jax.devices()[0]
+    facts = (
+        *(sys.version, platform.platform(), _cpu_features()),
+        *(jax.__version__, jaxlib.__version__, np.__version__),
+        *(device.device_kind, device.client.platform_version, jax.device_count()),
+        getattr(device, "core_count", None),
+        sorted((name, str(value)) for name, value in jax.config.values.items()),
+        sorted(item for item in os.environ.items() if item[0].startswith(VARIABLES)),
+    )
+    digest.update(repr(facts).encode())
+    return digest.digest()
+
+
+def _cpu_features() -> str:
+    """Reads the CPU's instruction set extensions from /proc/cpuinfo; "" without this file."""
+    with contextlib.suppress(OSError), open("/proc/cpuinfo", encoding="utf-8") as lines:
+        return next((line for line in lines if line.startswith(("flags", "Features"))), "")
+    return ""
+
+
+class Store:
+    """Keeps pickled entries in a folder, each in a file named after its key and `environment`.
+
+    Reading an entry can run code, so only the user may have write permission for the folder.
+    """
+
+    def __init__(self, folder: pathlib.Path, environment: bytes) -> None:
+        self._folder, self._environment = folder, environment
+
+    def key(self, identity: str, name: str, args: Any = (), options: Any = ()) -> str:
+        """Hashes a program's owner, name, shapes of arguments and compiler options to its key."""
+        leaves, tree = jax.tree.flatten(args)
+        avals = [(np.shape(x), str(x.dtype), getattr(x, "weak_type", False)) for x in leaves]
+        facts = repr((identity, name, avals, str(tree), options)).encode()
+        return hashlib.sha256(self._environment + facts).hexdigest()
+
+    def get(self, key: str) -> Any:
+        """Reads an entry; None if there is none or it cannot be read."""
+        path = self._folder / key
+        try:
+            content = path.read_bytes()
+            body = content[_DIGEST_BYTES:]
+            # Only files that were written completely reach pickle and XLA's loader.
+            if hashlib.sha256(body).digest() != content[:_DIGEST_BYTES]:
+                return None
+            entry = pickle.loads(body)
+            os.utime(path)
+        except Exception:
+            return None
+        return entry
+
+    def put(self, key: str, entry: Any) -> None:
+        """Writes an entry atomically; if that fails, there is no entry and no error."""
+        with contextlib.suppress(Exception):
+            body = pickle.dumps(entry)
+            self._folder.mkdir(parents=True, exist_ok=True)
+            with tempfile.NamedTemporaryFile(dir=self._folder, delete_on_close=False) as file:
+                file.write(hashlib.sha256(body).digest() + body)
+                file.close()
+                os.replace(file.name, self._folder / key)
+            self._delete_oldest()
+
+    def _delete_oldest(self) -> None:
+        files = [(path, path.stat()) for path in self._folder.iterdir()]
+        total = 0
+        newest_first = sorted(files, key=lambda found: -found[1].st_mtime)
+        for position, (path, stat) in enumerate(newest_first):
+            total += stat.st_size
+            if position >= MAX_FILES or total > MAX_BYTES:
+                path.unlink(missing_ok=True)
+
+
+def to_entry(compiled: jax.stages.Compiled, out: Any) -> tuple[Any, Any]:
+    """Makes the entry of a compiled program: the shapes of its result, and the program."""
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), out)
+    return shapes, serialize_executable.serialize(compiled)
+
+
+def from_entry(serialized: Any) -> jax.stages.Compiled:
+    """Loads the second element of an entry of `to_entry`; raises the errors of XLA's loader."""
+    # XLA links the host's part of a kernel with a library that this module registers. Without it,
+    # the program failed: "Failed to materialize symbols".
+    importlib.import_module("jax.experimental.mosaic.gpu")
+    payload, in_tree, out_tree = serialized
+    return serialize_executable.deserialize_and_load(
+        payload,
+        in_tree,
+        out_tree,
+        # By default the loader uses all devices; the programs here use one.
+        execution_devices=[jax.config.jax_default_device or jax.devices()[0]],
+    )
+
+
+_current: Store | None = None
+
+
+def current_store() -> Store | None:
+    """Returns the store that `use_store` set, shared by all threads; None outside `use_store`."""
+    return _current
+
+
+@contextlib.contextmanager
+def use_store(folder: pathlib.Path, tables: Sequence[pathlib.Path]) -> Iterator[str | None]:
+    """Sets `current_store()` to a store in `folder`; `tables` as in `environment_digest`.
+
+    Yields:
+      None, or why nothing is stored. If the user has configured or disabled JAX's compilation cache
+      (`JAX_COMPILATION_CACHE_DIR`, `jax.config`), JAX alone stores programs, and None is yielded:
+      a program that JAX's cache has loaded cannot be stored again, since on a CPU it fails when it
+      is loaded for the second time (jaxlib 0.11.2: "Function … not found").
+    """
+    global _current
+    if jax.config.jax_compilation_cache_dir or not jax.config.jax_enable_compilation_cache:
+        yield None
+        return
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if not os.access(folder, os.W_OK):
+            raise PermissionError(f"{folder} cannot be written")
+    except OSError as error:
+        yield f"compiled programs are not kept for the next time: {error}"
+        return
+    before = _current
+    _current = Store(folder, environment_digest(tables))
+    try:
+        yield None
+    finally:
+        _current = before

@@ -44,8 +44,6 @@ Emit = Callable[[dict[str, Any]], None]
 
 #: Largest number of processes, and of threads; more do not speed up a hundred contenders.
 MAX_WORKERS = 16
-#: Longer calls are not profiled: they cannot be short on the device, and XLA may take seconds.
-MOST_CALL_MS = 10.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -258,7 +256,11 @@ class Bench:
             return found.ms
         (ms,) = _timing.sustained_ms(program, *self._inputs, window_s=window_s, windows=1)
         if self._is_short is None:
-            found = device_time.measure(program, *self._inputs) if ms < MOST_CALL_MS else None
+            found = (
+                device_time.measure(program, *self._inputs)
+                if ms < device_time.MOST_CALL_MS
+                else None
+            )
             is_short = found is not None and found.ms < device_time.SHORT_MS
             if contender is not None:
                 self._is_short = is_short

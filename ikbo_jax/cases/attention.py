@@ -83,9 +83,9 @@ class Case(case.Case):
 
 def oracle(inputs: Inputs, rows: np.ndarray | jax.Array) -> jax.Array:
     """Computes the results of some candidates by the reference in f32: [rows, T, N, H]."""
-    of_rows = _of_rows(inputs, rows)
     # The reference widens keys and values after the lookup.
-    of_rows = of_rows._replace(query=of_rows.query.astype(jnp.float32))
+    query, index = inputs.query[rows].astype(jnp.float32), inputs.cand_to_user[rows]
+    of_rows = inputs._replace(query=query, cand_to_user=index)
     return reference.materialised(*of_rows, scale=inputs.query.shape[-1] ** -0.5)[0]
 
 
@@ -135,10 +135,4 @@ def _op(*inputs: Any, implementation: str | None, is_sorted: bool) -> Any:
     )
 
 
-def _of_rows(inputs: Inputs, rows: np.ndarray | jax.Array) -> Inputs:
-    return inputs._replace(query=inputs.query[rows], cand_to_user=inputs.cand_to_user[rows])
-
-
-def _by_xla(*inputs: Any) -> jax.Array:
-    out: jax.Array = _op(*inputs, implementation="xla", is_sorted=False)
-    return out
+_by_xla = functools.partial(_op, implementation="xla", is_sorted=False)

@@ -164,12 +164,8 @@ class Case(cases.Case):
         """Returns the kernel, including its tile list."""
         from ikbo_jax.pallas.flash.gdpa import gdpa_kernel
 
-        options: dict[str, Any] = {
-            "settings": self.settings,
-            "return_residuals": False,
-            "config": config,
-        }
-        return lambda *arrays: gdpa_kernel(Arrays(*arrays), **options, num_sms=num_sms)[0]
+        options: dict[str, Any] = {"return_residuals": False, "config": config, "num_sms": num_sms}
+        return lambda *arrays: gdpa_kernel(Arrays(*arrays), settings=self.settings, **options)[0]
 
     def check(self, actual: jax.Array, inputs: Arrays) -> Check:
         """Compares with the f32 oracle for some sequences, and with the XLA path for all."""

@@ -57,14 +57,13 @@ class Case(case.Case):
 
     def kernel(self, config: GdpaBackwardConfig, num_sms: int) -> Callable[..., Gradients]:
         """Returns the kernels, including their tile lists."""
-
-        def gradients(
-            arrays: Arrays, d_out: jax.Array, out: jax.Array | None, lse: jax.Array | None
-        ) -> Gradients:
-            inputs = Arrays(*arrays), self.forward.settings, d_out
-            return kernel_vjp(*inputs, out=out, lse=lse, config=config, num_sms=num_sms)
-
-        return gradients
+        return lambda arrays, d_out, out, lse: kernel_vjp(
+            *(Arrays(*arrays), self.forward.settings, d_out),
+            out=out,
+            lse=lse,
+            config=config,
+            num_sms=num_sms,
+        )
 
     def check(self, actual: Gradients, inputs: Inputs) -> Check:
         """Compares gradients with the XLA path, and with the oracle for some sequences.

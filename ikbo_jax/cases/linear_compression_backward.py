@@ -12,7 +12,7 @@ from ikbo_jax.cases import case, linear_compression
 from ikbo_jax.cases.error_rule import Check
 from ikbo_jax.ops.linear_compression_backward import Gradients, kernel_vjp
 from ikbo_jax.problems import LinearCompressionBackwardProblem, LinearCompressionProblem
-from ikbo_jax.problems.linear_compression_backward import WeightGradientConfig, default_config
+from ikbo_jax.problems.linear_compression_backward import WeightGradientConfig
 from ikbo_jax.reference import linear_compression as reference
 
 
@@ -49,8 +49,7 @@ class Case(case.Case):
         return reference.decomposed_vjp
 
     def kernel(self, config: WeightGradientConfig, num_sms: int) -> Callable[..., Gradients]:
-        kernels = dataclasses.replace(default_config(self.problem), weight=config)
-        run = functools.partial(kernel_vjp, config=kernels, num_sms=num_sms)
+        run = functools.partial(kernel_vjp, config=config, num_sms=num_sms)
 
         def gradients(*inputs: Any) -> Gradients:
             d_weights, d_embeddings = run(*inputs)

@@ -4,7 +4,7 @@
 `hstu_layer` is the one for HSTU. `attention_fn` makes Flax's own attention layers call the op.
 """
 
-from ikbo_jax.layers.attention_fn import attention_fn
+from ikbo_jax.layers.functional import attention_fn
 from ikbo_jax.layers.hstu import HstuCache, hstu_layer
 
 __all__ = ["HstuCache", "attention_fn", "hstu_layer"]

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import jax
 
-from ikbo_jax.layers import functional, hstu, inputs, parameters
+from ikbo_jax.layers import functional, hstu, parameters
 from ikbo_jax.masks import Mask
 
 
@@ -19,7 +19,7 @@ class Width(NamedTuple):
     """An attribute that is the size of an input, and of axis `axis` of a parameter."""
 
     attribute: str
-    input: inputs.Input
+    input: parameters.Input
     param: str
     axis: int
 
@@ -34,8 +34,8 @@ class LinearCompression:
     """Calls `functional.compress`."""
 
     widths: ClassVar = (
-        Width("user_rows", inputs.E_USER, "w_user", 1),
-        Width("cand_rows", inputs.E_CAND, "w_cand", 1),
+        Width("user_rows", parameters.E_USER, "w_user", 1),
+        Width("cand_rows", parameters.E_CAND, "w_cand", 1),
     )
 
     def _specs(self: Any, user_rows: int, cand_rows: int) -> dict[str, parameters.Spec]:
@@ -69,8 +69,8 @@ class CandidateAttention:
     """Calls `functional.attend`."""
 
     widths: ClassVar = (
-        Width("cand_features", inputs.X_CAND, "w_query", 0),
-        Width("user_features", inputs.X_USER, "w_key", 0),
+        Width("cand_features", parameters.X_CAND, "w_query", 0),
+        Width("user_features", parameters.X_USER, "w_key", 0),
     )
 
     logit_cap: float | None = None
@@ -104,7 +104,7 @@ class CandidateAttention:
 class PMA:
     """Calls `functional.pma`."""
 
-    widths: ClassVar = (Width("in_features", inputs.PMA_X, "w_key", 0),)
+    widths: ClassVar = (Width("in_features", parameters.PMA_X, "w_key", 0),)
 
     activation: str | tuple[str, ...] = "softmax"
     output_scale: float = 1.0
@@ -132,8 +132,8 @@ class PFFN:
     """Calls `functional.pffn`."""
 
     widths: ClassVar = (
-        Width("features", inputs.PFFN_X, "w_query", 0),
-        Width("memory_features", inputs.PFFN_MEMORY, "w_key", 0),
+        Width("features", parameters.PFFN_X, "w_query", 0),
+        Width("memory_features", parameters.PFFN_MEMORY, "w_key", 0),
     )
 
     activation: str | tuple[str, ...] = "gelu"
@@ -166,7 +166,7 @@ class PFFN:
 class HSTU:
     """Calls `hstu.hstu_layer`."""
 
-    widths: ClassVar = (Width("features", inputs.HSTU_X, "uvqk_weight", 0),)
+    widths: ClassVar = (Width("features", parameters.HSTU_X, "uvqk_weight", 0),)
 
     concat: bool = True
     group_norm: bool = False

@@ -7,17 +7,18 @@ an activation is unknown. Letters: N heads of width H.
 """
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from ikbo_jax.layers import inputs, parameters
+from ikbo_jax.layers import parameters
 from ikbo_jax.masks import Mask
 from ikbo_jax.ops import arguments
 from ikbo_jax.ops.attention import attention
+from ikbo_jax.ops.dot_product_attention import dot_product_attention
 from ikbo_jax.ops.gdpa import gdpa
 from ikbo_jax.ops.gdpa_arguments import bound
 from ikbo_jax.ops.linear_compression import linear_compression
@@ -83,11 +84,11 @@ def compress(
     Returns:
       [B, M, N].
     """
-    parameters.check(inputs.E_USER.layer, params, parameters.COMPRESSION)
-    inputs.E_USER.check(e_user, params["w_user"].shape[1])
-    inputs.E_CAND.check(e_cand, params["w_cand"].shape[1])
+    parameters.check(parameters.E_USER.layer, params, parameters.COMPRESSION)
+    parameters.E_USER.check(e_user, params["w_user"].shape[1])
+    parameters.E_CAND.check(e_cand, params["w_cand"].shape[1])
     params, (e_user, e_cand) = cast(
-        inputs.E_USER.layer, params, dtype, e_user=e_user, e_cand=e_cand
+        parameters.E_USER.layer, params, dtype, e_user=e_user, e_cand=e_cand
     )
     with with_precision(precision):
         return linear_compression(params["w_cand"], params["w_user"], e_cand, e_user, cand_to_user)
@@ -147,14 +148,14 @@ def attend(
     Returns:
       [B, T, F_out].
     """
-    parameters.check(inputs.X_CAND.layer, params, parameters.ATTENTION)
-    inputs.X_CAND.check(x_cand, params["w_query"].shape[0])
-    inputs.X_USER.check(x_user, params["w_key"].shape[0])
+    parameters.check(parameters.X_CAND.layer, params, parameters.ATTENTION)
+    parameters.X_CAND.check(x_cand, params["w_query"].shape[0])
+    parameters.X_USER.check(x_user, params["w_key"].shape[0])
     arguments.check_index("cand_to_user", cand_to_user, "x_cand", "B", x_cand.shape[0])
     if (lengths := key_value_seq_lengths) is not None:
         arguments.check_index("key_value_seq_lengths", lengths, "x_user", "U", x_user.shape[0])
     params, (x_cand, x_user) = cast(
-        inputs.X_CAND.layer, params, dtype, x_cand=x_cand, x_user=x_user
+        parameters.X_CAND.layer, params, dtype, x_cand=x_cand, x_user=x_user
     )
     with with_precision(precision):
         query, key, value = projected(params, x_cand, x_user)
@@ -198,10 +199,10 @@ def pma(
     Returns:
       [batch, num_seeds, F_out].
     """
-    parameters.check(inputs.PMA_X.layer, params, parameters.PMA)
-    inputs.PMA_X.check(x, params["w_key"].shape[0])
+    parameters.check(parameters.PMA_X.layer, params, parameters.PMA)
+    parameters.PMA_X.check(x, params["w_key"].shape[0])
     arguments.check_offsets("cu_seqlens", "batch", cu_seqlens)
-    params, (x,) = cast(inputs.PMA_X.layer, params, dtype, x=x)
+    params, (x,) = cast(parameters.PMA_X.layer, params, dtype, x=x)
     seeds = params["seeds"]
     with with_precision(precision):
         out = gdpa(
@@ -252,9 +253,9 @@ def pffn(
     Returns:
       [total, F]; 0 in rows outside all sequences.
     """
-    parameters.check(inputs.PFFN_X.layer, params, parameters.ATTENTION)
-    inputs.PFFN_X.check(x, params["w_query"].shape[0])
-    inputs.PFFN_MEMORY.check(memory, params["w_key"].shape[0])
+    parameters.check(parameters.PFFN_X.layer, params, parameters.ATTENTION)
+    parameters.PFFN_X.check(x, params["w_query"].shape[0])
+    parameters.PFFN_MEMORY.check(memory, params["w_key"].shape[0])
     arguments.check_offsets("cu_seqlens", "batch", cu_seqlens)
     arguments.check_offsets("cu_seqlens_memory", "batch_memory", cu_seqlens_memory)
     batch, batch_memory = cu_seqlens.shape[0] - 1, cu_seqlens_memory.shape[0] - 1
@@ -265,7 +266,7 @@ def pffn(
             f"cu_seqlens has batch={batch} sequences but cu_seqlens_memory has "
             f"batch_memory={batch_memory}; pass x_to_memory, the memory sequence of every sequence"
         )
-    params, (x, memory) = cast(inputs.PFFN_X.layer, params, dtype, x=x, memory=memory)
+    params, (x, memory) = cast(parameters.PFFN_X.layer, params, dtype, x=x, memory=memory)
     with with_precision(precision):
         out = gdpa(
             *projected(params, x, memory),
@@ -318,3 +319,56 @@ def with_precision(
             f"{precision!r:.80}"
         ) from None
     return jax.default_matmul_precision(name)
+
+
+def attention_fn(cand_to_user: jax.Array) -> Callable[..., jax.Array]:
+    """Makes an `attention_fn` for `flax.nnx.MultiHeadAttention` and Linen's.
+
+    The layer then takes queries of candidates, [B, T, features], beside keys and values of users,
+    [U, S, features], and computes what it would on `keys[cand_to_user]`.
+
+    Args:
+      cand_to_user: [B] int32, the user of every candidate, values in [0, U), in any order.
+
+    Returns:
+      A function of query, key, value, bias and mask as `ikbo_jax.dot_product_attention` takes them,
+      with the options of Flax's; a mask may also hold numbers, 0 for hidden, as Flax's own do. It
+      raises NotImplementedError for dropout, for `sow_weights`, and where `dot_product_attention`
+      raises it.
+    """
+
+    def attend(
+        query: jax.Array,
+        key: jax.Array,
+        value: jax.Array,
+        bias: jax.Array | None = None,
+        mask: jax.Array | None = None,
+        broadcast_dropout: bool = True,
+        dropout_rng: jax.Array | None = None,
+        dropout_rate: float = 0.0,
+        deterministic: bool = False,
+        dtype: Any = None,
+        precision: Any = None,
+        module: Any = None,
+        is_causal: bool = False,
+    ) -> jax.Array:
+        del broadcast_dropout, dropout_rng
+        if dropout_rate and not deterministic:
+            raise NotImplementedError(
+                f"attention_fn has no dropout of attention weights, but dropout_rate={dropout_rate}"
+            )
+        if module is not None:
+            raise NotImplementedError(
+                "attention_fn keeps no attention weights for sow_weights=True"
+            )
+        if mask is not None and jnp.issubdtype(getattr(mask, "dtype", bool), jnp.number):
+            # The masks that Flax makes, also while decoding, hold 0 and 1 in float32.
+            mask = mask != 0
+        _, (query, key, value) = cast("attention_fn", {}, dtype, query=query, key=key, value=value)
+        with with_precision(precision):
+            out: jax.Array = dot_product_attention(
+                *(query, key, value, bias, mask), cand_to_user=cand_to_user, is_causal=is_causal
+            )
+        return out
+
+    return attend

@@ -8,7 +8,7 @@ import jax.export
 import jax.numpy as jnp
 
 from ikbo_jax import masks
-from ikbo_jax.layers import inputs, parameters
+from ikbo_jax.layers import parameters
 from ikbo_jax.layers.functional import Parameters, cast, with_precision
 from ikbo_jax.ops import arguments, jagged_rows
 from ikbo_jax.ops.gated_linear import gated_linear
@@ -124,7 +124,7 @@ def hstu_layer(
     if output_scale is None:
         output_scale = 1 / (max_seqlen or 1)
     names = check_recompute(recompute)
-    params, (x,) = cast(inputs.HSTU_X.layer, params, dtype, x=x)
+    params, (x,) = cast(parameters.HSTU_X.layer, params, dtype, x=x)
     if cache is not None:
         _check_cache(cache, cu_seqlens, (num_heads, max(hidden, width)), x.dtype)
     attention: dict[str, Any] = {
@@ -183,10 +183,10 @@ def _check(
 
     Raises ValueError, naming both values, unless parameters and rows agree.
     """
-    layer = inputs.HSTU_X.layer
+    layer = parameters.HSTU_X.layer
     (heads,) = parameters.check_sizes(layer, num_heads=num_heads)
     parameters.check(layer, params, parameters.HSTU, parameters.HSTU_REQUIRED)
-    inputs.HSTU_X.check(x, params["uvqk_weight"].shape[0])
+    parameters.HSTU_X.check(x, params["uvqk_weight"].shape[0])
     rows, columns = params["output_weight"].shape[0], params["uvqk_weight"].shape[1]
     parts = 3 if concat else 1
     hidden, width = rows // (parts * heads), columns // (2 * heads) - rows // (parts * heads)

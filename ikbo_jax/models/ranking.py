@@ -35,7 +35,7 @@ from jax.sharding import PartitionSpec
 from ikbo_jax.layers import functional, parameters
 from ikbo_jax.models import strategies
 from ikbo_jax.models.strategies import Strategy, rms_norm
-from ikbo_jax.ops.padded_weight import pad_weight
+from ikbo_jax.ops.linear_compression import pad_weight
 from ikbo_jax.ops.sharded import vary_over_same_axes
 
 

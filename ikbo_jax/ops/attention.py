@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any, Literal, TypedDict, Unpack, overload
 
 import jax
@@ -9,20 +10,17 @@ import jax.numpy as jnp
 
 from ikbo_jax.ops import (
     arguments,
-    attention_arguments,
+    attention_arrays,
     attention_backward,
     attention_kernel,
-    attention_vmap,
     dispatch,
-    own_tokens,
-    pages,
     reverse_only,
 )
+from ikbo_jax.ops.attention_arrays import LSE, QUERY, SPLIT, Arrays
 from ikbo_jax.ops.attention_backward import AttentionCall
-from ikbo_jax.ops.attention_vmap import LSE, QUERY, SPLIT, Arrays
 from ikbo_jax.ops.op import Named, Op, Pulled
 from ikbo_jax.ops.partition import Rule, dimensions
-from ikbo_jax.ops.sharded import aligned, is_typed, run_kernel, zeros
+from ikbo_jax.ops.sharded import aligned, is_typed, run_by_types, run_kernel, zeros
 from ikbo_jax.problems import AttentionConfig, AttentionProblem, FewQueriesConfig
 from ikbo_jax.reference import attention as reference
 from ikbo_jax.reference import attention_grouped
@@ -178,8 +176,8 @@ def attention(
         AttentionConfig,
         FewQueriesConfig,
     )
-    attention_arguments.check(arrays)
-    attention_arguments.check_self_tokens(query, key, self_key, self_value)
+    attention_arrays.check(arrays)
+    attention_arrays.check_self_tokens(query, key, self_key, self_value)
     scale = query.shape[3] ** -0.5 if scale is None else scale
     call = AttentionCall(
         request,
@@ -189,13 +187,15 @@ def attention(
         return_residuals=arguments.flag("return_residuals", return_residuals),
     )
     plan = _OP.plan(call, arrays)
-    if page_table is not None and not pages.are_read_by(plan):
-        arrays, why = pages.laid_out(arrays), (plan.cuda or plan).reason
+    runs_kernel = "mosaic_gpu" in (plan.implementation, plan.cuda and plan.cuda.implementation)
+    if page_table is not None and not runs_kernel:
+        arrays, why = arrays.laid_out(), (plan.cuda or plan).reason
         plan = _OP.plan(call, arrays).noted(f"XLA gathers the pages first: {why}")
     self_tokens = None
     if self_key is not None and self_value is not None and self_key.shape[1]:
         self_tokens = (self_key, self_value)
-        if any(own_tokens.are_merged_by(p, self_key) for p in (plan, plan.cuda) if p is not None):
+        plans = (plan, plan.cuda or plan)
+        if any(attention_kernel.merges_own_tokens(x, self_key) for x in plans):
             arrays = arrays._replace(self_key=self_key, self_value=self_value)
             self_tokens = None
         else:
@@ -274,7 +274,7 @@ class _Attention(Op[AttentionCall, Arrays, _Results]):
             out, lse = self.differentiable(call_with_lse, plan, arrays)
         if self_tokens is not None:
             assert lse is not None
-            out, lse = own_tokens.merged(call.of_scores, out, lse, arrays.query, *self_tokens)
+            out, lse = _merged(call.of_scores, out, lse, arrays.query, *self_tokens)
         return out, lse if call.return_residuals else None
 
     def problem(self, call: AttentionCall, arrays: Arrays) -> AttentionProblem:
@@ -284,7 +284,7 @@ class _Attention(Op[AttentionCall, Arrays, _Results]):
         return dataclasses.replace(problem, is_sorted=is_sorted)
 
     def run(self, call: AttentionCall, plan: dispatch.Plan, arrays: Arrays) -> _Results:
-        merges = bool(arrays.own) and not own_tokens.are_merged_by(plan)
+        merges = bool(arrays.own) and not attention_kernel.merges_own_tokens(plan)
         if plan.implementation == "mosaic_gpu":
             kernel_call = dataclasses.replace(
                 call, return_residuals=call.return_residuals or merges
@@ -293,7 +293,7 @@ class _Attention(Op[AttentionCall, Arrays, _Results]):
                 functools.partial(attention_kernel.run, kernel_call, plan), arrays
             )
         else:
-            arrays = pages.laid_out(arrays)
+            arrays = arrays.laid_out()
             on_cpu = call.request.platform != "cuda" and dispatch.default_device().platform == "cpu"
             options = {"ranges": arrays.ranges, "bias": arrays.bias, **call.of_scores}
             out, lse = attention_grouped.decomposed(*arrays[:5], on_cpu=on_cpu, **options)
@@ -311,16 +311,16 @@ class _Attention(Op[AttentionCall, Arrays, _Results]):
         If only one of key and value is batched, or the lengths alone, folding would copy keys or
         values.
         """
-        if not attention_vmap.can_fold(batched):
+        fold_users = attention_arrays.folds_users(batched)
+        if fold_users is None:
             return None
-        fold_users = attention_vmap.are_users_batched(batched)
         if not fold_users:
             call = dataclasses.replace(call, indices_are_sorted=False)
-        return call, attention_vmap.fold(size, batched, arrays, fold_users=fold_users)
+        return call, attention_arrays.fold(size, batched, arrays, fold_users=fold_users)
 
     def named(self, call: AttentionCall, arrays: Arrays) -> Named:
         keys = "u s k h" if arrays.page_table is None else "pages page k h"
-        bias = None if arrays.bias is None else attention_vmap.names_of_bias(arrays.bias)
+        bias = None if arrays.bias is None else attention_arrays.names_of_bias(arrays.bias)
         own = "b own k h"
         names = Arrays._make((QUERY, keys, keys, "b", "u", "b ends", own, own, "u most", bias))
         return Named(names, (QUERY, LSE if call.return_residuals else None), SPLIT)
@@ -343,6 +343,24 @@ class _Attention(Op[AttentionCall, Arrays, _Results]):
 
 _OP = _Attention()
 
+
+def _merged(of_scores: dict[str, Any], *operands: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Merges out and lse with the attention of every candidate's query over its own tokens."""
+
+    def local(parts: Sequence[Any], _: Any) -> tuple[jax.Array, jax.Array]:
+        out, lse, *own = parts
+        return reference.merge_attention(out, lse, *reference.self_attention(*own, **of_scores))
+
+    out, lse = run_by_types(local, _SELF_TOKENS, operands)
+    return out, lse
+
+
+_SELF_TOKENS = Rule(
+    ("out", "lse", "query", "self_key", "self_value"),
+    tuple(map(dimensions, (QUERY, LSE, QUERY, "b s k h", "b s k h"))),
+    tuple(map(dimensions, (QUERY, LSE))),
+    tuple(SPLIT.items()),
+)
 _MERGED = Rule(
     ("out1", "lse1", "out2", "lse2"),
     (dimensions("b t n h"), dimensions("b t n")) * 2,

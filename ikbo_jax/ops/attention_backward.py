@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ikbo_jax.ops import attention_vmap, dispatch, pages
-from ikbo_jax.ops.attention_vmap import Arrays
+from ikbo_jax.ops import attention_arrays, dispatch
+from ikbo_jax.ops.attention_arrays import Arrays
 from ikbo_jax.ops.op import Call, Gradient
 from ikbo_jax.ops.sharded import run_kernel
 from ikbo_jax.ops.stacking import concatenate, unstack
@@ -48,8 +48,6 @@ def choose(
     request: dispatch.Request, problem: AttentionProblem
 ) -> tuple[AttentionBackwardConfig | None, str]:
     """Returns the configuration of the gradient's kernel, or None for XLA; and the reason."""
-    if request.implementation == "xla":
-        return None, "requested by the caller"
     backward = AttentionBackwardProblem.of(problem)
     why_not = problem.why_not_scores(takes_ranges=True)
     if problem.has_ranges:
@@ -108,14 +106,15 @@ def of_pages(call: AttentionCall, arrays: Arrays, d_out: Any, d_lse: Any) -> Gra
     """Computes `by_xla` where keys and values are in pages; adds up in f32 what users share."""
     table: Any = arrays.page_table
     dtype, in_f32 = call.dtype, dataclasses.replace(call, dtype="float32")
-    of_rows = by_xla(in_f32, pages.laid_out(arrays), d_out, d_lse)
-    d_query, d_key, d_value, *of_own = of_rows
-    of_keys = (
-        pages.gradient(rows, x, table).astype(dtype or x.dtype)
-        for rows, x in ((d_key, arrays.key), (d_value, arrays.value))
-    )
+    d_query, d_key, d_value, *of_own = by_xla(in_f32, arrays.laid_out(), d_out, d_lse)
+
+    def of_keys(rows: jax.Array, pages: jax.Array) -> jax.Array:
+        rows = rows.reshape(*table.shape, *pages.shape[1:])
+        places = jnp.clip(table, 0, pages.shape[0] - 1)
+        return jnp.zeros(pages.shape, rows.dtype).at[places].add(rows).astype(dtype or pages.dtype)
+
     rounded = (x.astype(dtype or x_of.dtype) for x, x_of in zip(of_own, arrays.own, strict=True))
-    return d_query, *of_keys, *rounded
+    return d_query, of_keys(d_key, arrays.key), of_keys(d_value, arrays.value), *rounded
 
 
 def _run_batched(
@@ -126,7 +125,7 @@ def _run_batched(
         return GRADIENT.one_by_one(call, batched, operands)
     # Every problem returns its own gradients of all arrays, so copies of shared arrays take no
     # more memory than the results.
-    arrays = attention_vmap.fold(size, batched.arrays, operands.arrays, fold_users=True)
+    arrays = attention_arrays.fold(size, batched.arrays, operands.arrays, fold_users=True)
     rows = jax.tree.map(functools.partial(concatenate, size), operands[1:], batched[1:])
     config, _ = choose(call.request, problem_of(arrays, call.logit_cap))
     folded = dataclasses.replace(call, backward_config=config)

@@ -5,10 +5,17 @@ from typing import Any
 
 import jax
 
-from ikbo_jax.ops import dispatch, own_tokens
-from ikbo_jax.ops.attention_vmap import Arrays
+from ikbo_jax.ops import dispatch
+from ikbo_jax.ops.attention_arrays import Arrays
 from ikbo_jax.problems import FewQueriesConfig
 from ikbo_jax.problems.hopper import WGMMA_M
+
+
+def merges_own_tokens(plan: dispatch.Plan, self_key: jax.Array | None = None) -> bool:
+    """Whether the plan's kernel merges own tokens, of which a candidate may have one."""
+    if plan.implementation != "mosaic_gpu" or (self_key is not None and self_key.shape[1] > 1):
+        return False
+    return plan.config.takes_own_tokens(plan.problem)
 
 
 def run(call: Any, plan: dispatch.Plan, arrays: Arrays) -> tuple[jax.Array, jax.Array | None]:
@@ -39,7 +46,7 @@ def run(call: Any, plan: dispatch.Plan, arrays: Arrays) -> tuple[jax.Array, jax.
     )
     if not has_few_queries:
         launch = functools.partial(kernel.attention_kernel, order=order)
-    if own_tokens.are_merged_by(plan):
+    if merges_own_tokens(plan):
         launch = functools.partial(launch, self_key=self_key, self_value=self_value)
     result: tuple[jax.Array, jax.Array | None] = launch(
         query,

@@ -117,10 +117,6 @@ class Request:
         """Whether the platform is not known yet."""
         return self.target is not None and not self.platform
 
-    def on(self, platform: str) -> Request:
-        """Returns the request once the platform is known."""
-        return dataclasses.replace(self, platform=platform)
-
     @property
     def card(self) -> Target | None:
         """The card that runs the call; None: the default device, or no GPU."""
@@ -218,6 +214,8 @@ def kernel_config(request: Request, problem: Any) -> tuple[Any, str]:
 
 def gradient_config(request: Request, problem: Any, reason: str | None = None) -> tuple[Any, str]:
     """Returns the configuration of a gradient's kernels, or None for XLA because of `reason`."""
+    if request.implementation == "xla":
+        return None, "requested by the caller"
     if reason:
         return None, reason
     return kernel_config(dataclasses.replace(request, op=problem.op, config=None), problem)

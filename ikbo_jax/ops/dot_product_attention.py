@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 
 from ikbo_jax import masks
-from ikbo_jax.ops import arguments, attention_arguments, gdpa_arguments
+from ikbo_jax.ops import arguments, attention_arrays, gdpa_arguments
 from ikbo_jax.ops.attention import attention
-from ikbo_jax.ops.attention_vmap import Arrays
+from ikbo_jax.ops.attention_arrays import Arrays
 from ikbo_jax.ops.gdpa import gdpa
 from ikbo_jax.problems.attention import HEAD_DIMS
 
@@ -74,7 +74,7 @@ def dot_product_attention(
     """
     arrays = Arrays(query, key, value, cand_to_user, key_value_seq_lengths)
     arguments.check_runnable("dot_product_attention", (arrays, bias, mask, query_seq_lengths))
-    attention_arguments.check(arrays)
+    attention_arrays.check(arrays)
     if query_seq_lengths is not None:
         arguments.check_index("query_seq_lengths", query_seq_lengths, "query", "B", query.shape[0])
     width = query.shape[3]

@@ -12,7 +12,7 @@ from ikbo_jax.ops.norm_linear import LinearCall, LinearOp, check_norm, check_vec
 from ikbo_jax.ops.op import Named, Part, Pulled
 from ikbo_jax.ops.partition import Division
 from ikbo_jax.ops.sharded import run_kernel
-from ikbo_jax.problems.gated_linear import NO_NORM, GatedLinearProblem
+from ikbo_jax.problems.norm_linear import NO_NORM, GatedLinearProblem
 from ikbo_jax.reference import norm_linear as reference
 from ikbo_jax.reference.norm_linear import Gate, GatedLinear
 

@@ -14,7 +14,6 @@ from ikbo_jax.ops import (
     gdpa_arguments,
     gdpa_backward,
     gdpa_mask,
-    gdpa_vmap,
     reverse_only,
 )
 from ikbo_jax.ops.op import Call, Gradient, Named, Op, Part, Pulled
@@ -192,11 +191,9 @@ _NO_GRADIENTS: Any = (None,) * 6
 
 def _run_vjp(call: _Call, residuals: _Residuals) -> Gradients:
     if call.backward_config is None:
-        arrays, _, _, d_out = residuals
-        return chunked_vjp(arrays, call.settings, d_out, dtype=call.dtype)
+        return chunked_vjp(residuals.arrays, call.settings, residuals.d_out, dtype=call.dtype)
 
-    def launch(residuals: _Residuals) -> Gradients:
-        arrays, out, lse, d_out = residuals
+    def launch(arrays: Arrays, out: Any, lse: Any, d_out: jax.Array) -> Gradients:
         return gdpa_backward.kernel_vjp(
             arrays,
             call.settings,
@@ -208,7 +205,7 @@ def _run_vjp(call: _Call, residuals: _Residuals) -> Gradients:
             dtype=call.dtype,
         )
 
-    return run_kernel(launch, residuals)
+    return run_kernel(launch, *residuals)
 
 
 def _run_vjp_batched(call: _Call, size: int, batched: Any, residuals: _Residuals) -> Gradients:
@@ -218,7 +215,7 @@ def _run_vjp_batched(call: _Call, size: int, batched: Any, residuals: _Residuals
     # Every problem returns its own gradients of all arrays, so copies of shared arrays take no
     # more memory than the results.
     rows = jax.tree.map(functools.partial(concatenate, size), residuals[1:], batched[1:])
-    arrays = gdpa_vmap.fold(size, batched.arrays, residuals.arrays, fold_kv=True)
+    arrays = gdpa_arguments.fold(size, batched.arrays, residuals.arrays, fold_kv=True)
     return unstack(size, _GRADIENT.vmappable(_without_rule(call), _Residuals(arrays, *rows)))
 
 
@@ -318,9 +315,10 @@ class _Gdpa(Op[_Call, Arrays, _Results]):
     def fold(
         self, call: _Call, size: int, batched: Arrays, arrays: Arrays
     ) -> tuple[_Call, Arrays] | None:
-        if not gdpa_vmap.can_fold(call.settings, batched):
+        fold_kv = gdpa_arguments.folds_keys(call.settings, batched)
+        if fold_kv is None:
             return None
-        one = gdpa_vmap.fold(size, batched, arrays, gdpa_vmap.is_kv_batched(batched))
+        one = gdpa_arguments.fold(size, batched, arrays, fold_kv)
         return _without_rule(call), one  # filler sequences have no targets
 
     def named(self, call: _Call, arrays: Arrays) -> Named:

@@ -32,8 +32,8 @@ def kernel_vjp(
     d_out: jax.Array,
     *,
     num_sms: int,
-    out: jax.Array | None = None,
-    lse: jax.Array | None = None,
+    out: Any = None,
+    lse: Any = None,
     config: GdpaBackwardConfig | None = None,
     dtype: Any = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -50,13 +50,15 @@ def kernel_vjp(
     """
     # Imported here because a machine without a GPU never needs it.
     from ikbo_jax.pallas.gdpa_backward import kernels, masked, softmax
+    from ikbo_jax.pallas.hopper import mosaic
     from ikbo_jax.pallas.worklist import by_xla, works
     from ikbo_jax.pallas.worklist.lists import Offsets, WorkSettings
 
     query, key, value = arrays[:3]
     config = config or configs.default_config(query.shape[-1])
     parts = _parts(arrays, settings, num_sms)
-    list_works = by_xla.works if by_xla.is_preferred() else works.works
+    # The interpreter would list tiles thread by thread.
+    list_works = by_xla.works if mosaic.is_interpreted() else works.works
     has_softmax, has_mask = SOFTMAX in settings.activations, arrays.intervals is not None
     stored = _stored_rows(arrays, settings) if has_mask else 0
     work_settings = WorkSettings(
@@ -67,7 +69,8 @@ def kernel_vjp(
         parts=parts,
     )
     offsets = Offsets.of(arrays, settings)
-    work, masks = list_works(offsets, work_settings), None
+    work: Any = list_works(offsets, work_settings)
+    masks: Any = None
     if arrays.intervals is not None:
         _, heads, width = query.shape
         rows_of_groups = (
@@ -79,9 +82,6 @@ def kernel_vjp(
         )
     of_rows = None
     if has_softmax:
-        assert work.blocks is not None
-        assert out is not None
-        assert lse is not None
         blocks: dict[str, Any] = {"output_scale": settings.output_scale, "block": config.block}
         of_rows = softmax.statistics_of(work.blocks, out, lse, d_out, **blocks)
     options: dict[str, Any] = {
@@ -95,7 +95,6 @@ def kernel_vjp(
         arrays, work.keys, d_out, parts, config, out_dtype=dtype, options=of_keys
     )
     if stored:
-        assert masks is not None
         options["masks"] = masks._replace(d_scores=d_scores[0])
     (d_query,) = kernels.gradient_kernel(
         *(query, key, value, d_out, work.queries),

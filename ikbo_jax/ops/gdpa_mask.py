@@ -30,7 +30,8 @@ def check(mask: Any, arrays: Arrays, settings: Settings) -> str:
 def with_intervals(mask: Mask, arrays: Arrays, settings: Settings) -> Arrays:
     """Adds the keys that every row sees, in the whole call, also where devices divide its rows."""
     sizes = arrays.query.shape[0], arrays.key.shape[0]
-    return arrays._replace(intervals=_intervals(sizes, settings, arrays[3:6], mask))
+    found = _of_whole_call(_intervals, sizes, settings, arrays[3:6], mask)
+    return arrays._replace(intervals=found)
 
 
 def with_rule(mask: Mask, arrays: Arrays, settings: Settings) -> tuple[Arrays, Settings]:
@@ -44,30 +45,17 @@ def with_rule(mask: Mask, arrays: Arrays, settings: Settings) -> tuple[Arrays, S
     return arrays, settings._replace(rule=mask.rule)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def _intervals(
-    sizes: tuple[int, int], settings: Settings, sequences: tuple[Any, Any, Any], mask: Mask
-) -> jax.Array:
+def _intervals(rows: Rows, mask: Mask) -> jax.Array:
     """Computes the intervals of every row: [rows, words] int32."""
-
-    def of_rows(rows: Rows, mask: Mask) -> jax.Array:
-        return mask.intervals(rows)
-
-    return _of_whole_call(of_rows, sizes, settings, sequences, mask)
+    return mask.intervals(rows)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def _sequences_and_lengths(
-    sizes: tuple[int, int], settings: Settings, sequences: tuple[Any, Any, Any]
-) -> jax.Array:
+def _sequences_and_lengths(rows: Rows, _: None) -> jax.Array:
     """Finds the sequence of every row, and its number of keys: [rows, 2] int32."""
-
-    def of_rows(rows: Rows, _: None) -> jax.Array:
-        return jnp.stack((rows.sequence, rows.length), axis=1)
-
-    return _of_whole_call(of_rows, sizes, settings, sequences, None)
+    return jnp.stack((rows.sequence, rows.length), axis=1)
 
 
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def _of_whole_call(
     of_rows: Callable[[Rows, Any], jax.Array],
     sizes: tuple[int, int],
@@ -128,7 +116,7 @@ def _rows(sizes: tuple[int, int], settings: Settings, cu_q: Any, cu_kv: Any, q_t
 def scaled(out: jax.Array, scales: jax.Array, arrays: Arrays, settings: Settings) -> jax.Array:
     """Multiplies every row of the result by its sequence's scale [batch] in f32; rounds once."""
     sizes = arrays.query.shape[0], arrays.key.shape[0]
-    found = _sequences_and_lengths(sizes, settings, arrays[3:6])
+    found = _of_whole_call(_sequences_and_lengths, sizes, settings, arrays[3:6], None)
     sequence, length = jnp.moveaxis(found, 1, 0)
     # The gradient of this lookup is summed in one order, unlike the gradient of `scales[sequence]`.
     # XLA fuses its gather with the product.

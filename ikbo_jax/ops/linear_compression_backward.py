@@ -15,9 +15,8 @@ from ikbo_jax.ops.sharded import run_kernel
 from ikbo_jax.ops.stacking import concatenate, own_index, stack, unstack
 from ikbo_jax.problems import LinearCompressionBackwardProblem, LinearCompressionProblem
 from ikbo_jax.problems.linear_compression_backward import (
-    LinearCompressionBackwardConfig,
     WeightGradientConfig,
-    default_config,
+    embedding_config,
     illegal_reason,
 )
 from ikbo_jax.problems.look_up import SegmentSumProblem
@@ -95,10 +94,10 @@ def choose(
 def kernel_vjp(
     weights: Sequence[jax.Array],
     embeddings: Sequence[jax.Array],
-    parents: Sequence[jax.Array | None],
+    parents: Sequence[Any],
     cotangent: jax.Array,
     *,
-    config: LinearCompressionBackwardConfig,
+    config: WeightGradientConfig,
     num_sms: int,
     problems: int = 1,
     dtypes: Dtypes = (None, None, None),
@@ -122,6 +121,7 @@ def kernel_vjp(
     from ikbo_jax.pallas.linear_compression_backward.d_weight import d_weight_kernel
 
     options: dict[str, Any] = {"num_sms": num_sms}
+    problem = problem_of(Arrays(tuple(weights), tuple(embeddings), tuple(parents)))
     weight_dtype, coarser_dtype, finest_dtype = dtypes
     d_weights: list[jax.Array] = []
     d_embeddings: list[jax.Array] = []
@@ -136,15 +136,16 @@ def kernel_vjp(
             d_weight = d_weight_kernel(
                 d_result,
                 embedding,
-                config=config.weight,
+                config=config,
                 problems=problems,
                 sources=sources,
                 dtype=weight_dtype,
                 **options,
             )
             if dtype is None or jnp.dtype(dtype) == embedding.dtype:
+                of_level = embedding_config(problem, level)
                 d_embedding = linear_compression_kernel(
-                    (weight.T,), (d_result,), (None,), config=config.embeddings[level], **options
+                    (weight.T,), (d_result,), (None,), config=of_level, **options
                 )
             else:
                 d_embedding = jnp.einsum(
@@ -153,9 +154,8 @@ def kernel_vjp(
         d_weights.insert(0, d_weight)
         d_embeddings.insert(0, d_embedding)
         if level > 0:
-            parent, batch = parents[level], embeddings[level - 1].shape[0]
-            assert parent is not None
-            parent = jnp.clip(parent, 0, batch - 1)
+            batch = embeddings[level - 1].shape[0]
+            parent = jnp.clip(parents[level], 0, batch - 1)
             # Each level is summed from the finest cotangents, so that its sum is rounded once.
             ancestor = parent if ancestor is None else parent[ancestor]
             d_result = _sums(cotangent, ancestor, batch)
@@ -168,13 +168,13 @@ def _sums(cotangent: jax.Array, index: jax.Array, users: int) -> jax.Array:
 
     XLA sums where kernels are interpreted: the interpreter runs this kernel thread by thread.
     """
-    from ikbo_jax.pallas.worklist import by_xla
+    from ikbo_jax.pallas.hopper import mosaic
 
     batch, *shape = cotangent.shape
     width = math.prod(shape)
     ways = ranked(SegmentSumProblem(batch, users, width, str(cotangent.dtype)))
     config = ways[0].config if ways else None
-    if by_xla.is_preferred() or config is None:
+    if mosaic.is_interpreted() or config is None:
         return segment_sum(cotangent, index, users).astype(cotangent.dtype)
     from ikbo_jax.pallas.look_up.sums import segment_sum_kernel
 
@@ -210,10 +210,9 @@ def _launch(
 ) -> Gradients:
     # A candidate is on one device, unless every device has a part of M.
     finest_dtype = call.dtype if call.is_m_divided else None
-    default = default_config(problem_of(arrays))
     fn = functools.partial(
         kernel_vjp,
-        config=dataclasses.replace(default, weight=call.backward_config),
+        config=call.backward_config,
         problems=problems,
         dtypes=(call.dtype, call.dtype, finest_dtype),
         num_sms=call.request.num_sms,
@@ -249,19 +248,11 @@ def _run_batched(call: CompressionCall, size: int, batched: Any, operands: Any) 
 
 
 def decomposed_vjp(
-    request: dispatch.Request,
-    weights: Sequence[jax.Array],
-    embeddings: Sequence[jax.Array],
-    parents: Sequence[jax.Array | None],
-    cotangent: jax.Array,
-    dtype: Any,
+    request: dispatch.Request, arrays: Arrays, cotangent: jax.Array, dtype: Any
 ) -> Gradients:
     """Computes the gradient in XLA, with sums over candidates that have one order on a GPU."""
-    return reference.decomposed_vjp(
-        *(tuple(weights), tuple(embeddings), tuple(parents), cotangent),
-        dtype=dtype,
-        sum_rows=functools.partial(look_up.sum_rows, request),
-    )
+    sum_rows = functools.partial(look_up.sum_rows, request)
+    return reference.decomposed_vjp(*arrays, cotangent, dtype=dtype, sum_rows=sum_rows)
 
 
 def _pull_back(
@@ -272,8 +263,8 @@ def _pull_back(
 
     def by_xla(weights: Any, embeddings: Any, cotangent: jax.Array) -> Gradients:
         request = dataclasses.replace(call.request, implementation="xla")
-        operands = weights, embeddings, parents, cotangent
-        found = decomposed_vjp(request, *operands, jnp.float32)
+        arrays = Arrays(weights, embeddings, parents)
+        found = decomposed_vjp(request, arrays, cotangent, jnp.float32)
         return jax.tree.map(lambda x, like: x.astype(like.dtype), found, cotangents)
 
     with jax.default_matmul_precision(call.request.precision):

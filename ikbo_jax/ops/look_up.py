@@ -151,7 +151,7 @@ class _Call(Call):
 
     def on_kernel(self, kind: type[RowsProblem], arrays: Any) -> _Call:
         """Returns the call with the kernel's configuration for these arrays."""
-        config, _ = _choose(self.request, self.problem(kind, arrays))
+        config, _ = dispatch.gradient_config(self.request, self.problem(kind, arrays))
         return dataclasses.replace(self, backward_config=config)
 
     def problem(self, kind: type[RowsProblem], arrays: Any) -> RowsProblem:
@@ -236,25 +236,14 @@ LOOK_UP = _Transposed(LookUpProblem, _look_up)
 SEGMENT_SUM = _Transposed(SegmentSumProblem, _segment_sum)
 
 
-def _choose(request: dispatch.Request, problem: RowsProblem) -> tuple[Any, str]:
-    """Chooses the configuration of a kernel in a gradient, or None for XLA; and says why."""
-    if request.implementation == "xla":
-        return None, "requested by the caller"
-    return dispatch.gradient_config(request, problem)
-
-
-def _transposed(
-    kind: type[RowsProblem], request: dispatch.Request, problem: RowsProblem
-) -> tuple[Any, str]:
-    """Chooses for the gradient of `problem`, which is of the other kind and has its sizes."""
-    return _choose(request, kind.of(problem))
-
-
 class _Rows(Op[_Call, RowArrays, jax.Array]):
     """Implements what both ops share."""
 
     way: _Transposed
     name, is_gradient_apart = "_user_rows", True
+
+    def choose_gradient(self, request: dispatch.Request, problem: RowsProblem) -> tuple[Any, str]:
+        return dispatch.gradient_config(request, self.way.other.kind.of(problem))
 
     def run(self, call: _Call, plan: dispatch.Plan, arrays: RowArrays) -> jax.Array:
         return dispatch.record(self.way.compute(call, plan.config, arrays), plan)
@@ -282,13 +271,11 @@ class _Rows(Op[_Call, RowArrays, jax.Array]):
 class _LookUp(_Rows):
     way = LOOK_UP
     by_kernels, by_xla = "segment_sum by mosaic_gpu", "segment_sum by XLA"
-    choose_gradient = staticmethod(functools.partial(_transposed, SegmentSumProblem))
 
 
 class _SegmentSum(_Rows):
     way = SEGMENT_SUM
     by_kernels, by_xla = "look_up by mosaic_gpu", "look_up by XLA"
-    choose_gradient = staticmethod(functools.partial(_transposed, LookUpProblem))
 
     def part(
         self, call: _Call, arrays: RowArrays, division: Division

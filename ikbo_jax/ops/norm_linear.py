@@ -199,8 +199,7 @@ class LinearOp[C: LinearCall, A, R](Op[C, A, R]):
     by_xla = "XLA"
     columns: str
 
-    @staticmethod
-    def choose_gradient(request: dispatch.Request, problem: Any) -> tuple[None, str]:
+    def choose_gradient(self, request: dispatch.Request, problem: Any) -> tuple[None, str]:
         return None, "the gradient has no kernel"
 
     def part(self, call: C, arrays: A, division: Division) -> Part[C, A, R]:

@@ -144,16 +144,15 @@ class Op[C: Call, A, R](abc.ABC):
         if not request.is_open or request.implementation == "xla":
             return self.plan_on_platform(call, arrays)
         cuda = self.plan_on_platform(_on(call, "cuda"), arrays)
-        other = dataclasses.replace(request.on("other"), implementation=None)
+        other = dataclasses.replace(request, platform="other", implementation=None)
         plan = self.plan_on_platform(dataclasses.replace(call, request=other), arrays)
         refusal = ""
         if request.implementation == "mosaic_gpu":
             refusal = f"{request.op} with implementation='mosaic_gpu': {plan.reason}"
         return dataclasses.replace(plan, cuda=cuda, refusal=refusal)
 
-    @staticmethod
     @abc.abstractmethod
-    def choose_gradient(request: dispatch.Request, problem: Any) -> tuple[Any, str]:
+    def choose_gradient(self, request: dispatch.Request, problem: Any) -> tuple[Any, str]:
         """Returns the configuration of the gradient's kernels, or None for XLA; and the reason."""
 
     def plan_on_platform(self, call: C, arrays: A) -> dispatch.Plan:
@@ -369,7 +368,7 @@ def _of_problems(plan: dispatch.Plan, size: int, batched: dispatch.Plan) -> disp
 
 def _on[C: Call](call: C, platform: str) -> C:
     """Returns the call once the platform is known."""
-    return dataclasses.replace(call, request=call.request.on(platform))
+    return dataclasses.replace(call, request=dataclasses.replace(call.request, platform=platform))
 
 
 def _run_divided(

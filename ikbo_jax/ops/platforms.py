@@ -73,7 +73,7 @@ differentiate(by_platform_p, lambda elsewhere, **_: elsewhere)
 
 @by_platform_p.def_impl
 def _run_elsewhere(*operands: Any, elsewhere: Any, on_cuda: Any, refusal: str) -> list[Any]:
-    # Only `jax.disable_jit` comes here: ops are jitted.
+    # Besides lowering, only `jax.disable_jit` comes here: ops are jitted.
     del on_cuda
     if refusal:
         raise NotImplementedError(refusal)
@@ -83,31 +83,16 @@ def _run_elsewhere(*operands: Any, elsewhere: Any, on_cuda: Any, refusal: str) -
 by_platform_p.def_abstract_eval(lambda *_, elsewhere, **__: elsewhere.out_avals)
 
 
-def _lower_elsewhere(ctx: Any, *operands: Any, elsewhere: Any, on_cuda: Any, refusal: str) -> Any:
-    del on_cuda
-    if refusal:
-        raise NotImplementedError(refusal)
-    return mlir.lower_fun(jaxpr_as_fun(elsewhere))(ctx, *operands)
-
-
-def _lower_on_cuda(ctx: Any, *operands: Any, elsewhere: Any, on_cuda: Any, refusal: str) -> Any:
+def _run_on_cuda(*operands: Any, elsewhere: Any, on_cuda: Any, refusal: str) -> list[Any]:
     del refusal
-
-    def checked(*operands: Any) -> list[Any]:
-        results: list[Any] = on_cuda(*operands)
-        found, expected = map(_shapes, (results, elsewhere.out_avals))
-        assert found == expected, f"on CUDA {found}, elsewhere {expected}"
-        return results
-
-    return mlir.lower_fun(checked)(ctx, *operands)
+    results: list[Any] = on_cuda(*operands)
+    found, expected = ([(x.shape, str(x.dtype)) for x in y] for y in (results, elsewhere.out_avals))
+    assert found == expected, f"on CUDA {found}, elsewhere {expected}"
+    return results
 
 
-def _shapes(arrays: Any) -> list[tuple[Any, str]]:
-    return [(x.shape, str(x.dtype)) for x in arrays]
-
-
-mlir.register_lowering(by_platform_p, _lower_elsewhere)
-mlir.register_lowering(by_platform_p, _lower_on_cuda, platform="cuda")
+mlir.register_lowering(by_platform_p, mlir.lower_fun(_run_elsewhere))
+mlir.register_lowering(by_platform_p, mlir.lower_fun(_run_on_cuda), platform="cuda")
 
 
 def _batch(

@@ -102,14 +102,18 @@ def aligned(rule: Rule, operands: Sequence[Any]) -> tuple[Any, ...]:
 
     All dimensions of the rule are alike for the functions.
     """
+    return tuple(_moved(rule, operands)[1] if is_typed(operands) else operands)
+
+
+def _moved(rule: Rule, operands: Sequence[Any]) -> tuple[Division, list[Any]]:
+    """Decides by their types how operands divide, and moves them where they are needed."""
     mesh = _explicit_mesh(operands)
-    if mesh is None:
-        return tuple(operands)
-    division = divide(rule, operands, _specs(operands), _explicit_sizes(mesh))
-    return tuple(
+    specs = [jax.typeof(operand).sharding.spec for operand in operands]
+    division = divide(rule, operands, specs, _explicit_sizes(mesh))
+    return division, [
         jax.sharding.reshard(x, NamedSharding(mesh, division.spec(dims)))
         for x, dims in zip(operands, rule.operands, strict=True)
-    )
+    ]
 
 
 def is_typed(operands: Sequence[Any]) -> bool:
@@ -200,14 +204,7 @@ def _pulled_back(local: Local, is_float: Sequence[bool]) -> Local:
 
 
 def _by_shard_map(local: Local, rule: Rule, operands: Sequence[Any]) -> tuple[Any, ...]:
-    mesh = _explicit_mesh(operands)
-    sizes = _explicit_sizes(mesh)
-    division = divide(rule, operands, _specs(operands), sizes)
-    in_specs = tuple(map(division.spec, rule.operands))
-    moved = [
-        jax.sharding.reshard(operand, NamedSharding(mesh, spec))
-        for operand, spec in zip(operands, in_specs, strict=True)
-    ]
+    mesh, (division, moved) = _explicit_mesh(operands), _moved(rule, operands)
 
     def on_device(*parts: Any) -> tuple[Any, ...]:
         # XLA cannot compile what reads an operand without elements here: the process dies
@@ -218,10 +215,12 @@ def _by_shard_map(local: Local, rule: Rule, operands: Sequence[Any]) -> tuple[An
     sharded = jax.shard_map(
         on_device,
         mesh=mesh,
-        in_specs=in_specs,
+        in_specs=tuple(map(division.spec, rule.operands)),
         out_specs=tuple(map(division.spec, rule.results)),
         # The empty set: all axes but those that divide the problems of a caller's `vmap`.
-        axis_names=frozenset(sizes) if AxisType.Auto in mesh.axis_types else frozenset(),
+        axis_names=frozenset(_explicit_sizes(mesh))
+        if AxisType.Auto in mesh.axis_types
+        else frozenset(),
     )
     # What was gathered to be computed is divided again, so that results are as their operands are.
     return tuple(
@@ -234,10 +233,6 @@ def _explicit_sizes(mesh: Any) -> dict[str, int]:
     """Counts the devices along every Explicit axis."""
     kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
     return {name: mesh.shape[name] for name, kind in kinds if kind is AxisType.Explicit}
-
-
-def _specs(operands: Sequence[Any]) -> list[PartitionSpec]:
-    return [jax.typeof(operand).sharding.spec for operand in operands]
 
 
 def typed_like(gradient: Any, operand: Any) -> Any:

@@ -69,26 +69,24 @@ class AttentionConfig(FlashConfig):
             flags_ready=memory.Barriers(2, NUM_CONSUMERS),
         )
 
-    def illegal_reason(self, problem: AttentionProblem) -> str | None:
-        if reason := self.why_not_tiles(problem, MAX_BLOCK_KV):
-            return reason
-        if reason := why_not_users(problem):
-            return reason
-        if reason := why_not_pages(problem, self.block_kv):
-            return reason
+    @hopper.first_reason
+    def illegal_reason(self, problem: AttentionProblem) -> Iterator[str | None]:
+        yield self.why_not_tiles(problem, MAX_BLOCK_KV)
+        yield why_not_users(problem)
+        yield why_not_pages(problem, self.block_kv)
         if problem.page and problem.head_dim > MAX_PAGED_WIDTH:
-            return f"H={problem.head_dim} takes no pages of keys, H={MAX_PAGED_WIDTH} does"
+            yield f"H={problem.head_dim} takes no pages of keys, H={MAX_PAGED_WIDTH} does"
         stages = min(self.k_stages, self.v_stages)
         if self.reuse and problem.kv_len > stages * self.block_kv:
-            return (
+            yield (
                 f"reuse needs all keys to fit k_stages and v_stages, but S={problem.kv_len} and "
                 f"{stages} stages hold {stages * self.block_kv}"
             )
         if self.reuse and problem.has_logit_cap and problem.head_dim > MAX_CAPPED_REUSE_WIDTH:
-            return f"reuse takes no logit_cap at H={problem.head_dim}"
+            yield f"reuse takes no logit_cap at H={problem.head_dim}"
         if self.reuse and self.one_user:
-            return f"a list of tiles does not support reuse, but config is {self}"
-        return hopper.why_not_smem(self, self.smem_bytes(problem.head_dim), problem.head_dim)
+            yield f"a list of tiles does not support reuse, but config is {self}"
+        yield hopper.why_not_smem(self, self.smem_bytes(problem.head_dim), problem.head_dim)
 
     def own_stages(self, q_len: int) -> hopper.OwnStages | None:
         """Chooses the stages of own tokens; None: they do not fit beside one of the pass before."""

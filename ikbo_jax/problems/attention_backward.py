@@ -1,6 +1,7 @@
 """The gradient of broadcast attention: the configurations of its kernels."""
 
 import dataclasses
+from collections.abc import Iterator
 from typing import Any
 
 from ikbo_jax.problems import hopper, memory
@@ -189,56 +190,45 @@ class AttentionBackwardConfig(Config):
             return f"a logit_cap at H={problem.head_dim} needs blocks of {most}, but has {blocks}"
         return None
 
-    def illegal_reason(self, problem: AttentionSizes) -> str | None:
-        if reason := hopper.why_not_dtype(problem.dtype):
-            return reason
-        if reason := hopper.why_not_head_dim(
-            problem.head_dim, HEAD_DIMS, "attention backward kernel takes"
-        ):
-            return reason
+    @hopper.first_reason
+    def illegal_reason(self, problem: AttentionSizes) -> Iterator[str | None]:
+        width = problem.head_dim
+        yield hopper.why_not_dtype(problem.dtype)
+        yield hopper.why_not_head_dim(width, HEAD_DIMS, "attention backward kernel takes")
         if min(problem.batch, problem.q_len, problem.kv_len, problem.users) < 1:
-            return (
+            yield (
                 f"the attention backward kernel needs a query, a user and a key, but "
                 f"B={problem.batch}, T={problem.q_len}, U={problem.users} and S={problem.kv_len}"
             )
-        if reason := hopper.why_not_heads(problem.q_heads, problem.kv_heads):
-            return reason
-        widest, operands = MAX_BLOCK_Q[problem.head_dim], "scores and the sums"
-        if reason := hopper.why_not_block(
-            "block_q", self.block_q, widest, problem.head_dim, operands
-        ):
-            return reason
-        if getattr(problem, "has_logit_cap", False) and (reason := self._why_not_capped(problem)):
-            return reason
-        if self.stages < 2:
-            return f"stages must be at least 2, but is {self.stages}"
+        yield hopper.why_not_heads(problem.q_heads, problem.kv_heads)
+        operands = "scores and the sums"
+        yield hopper.why_not_block("block_q", self.block_q, MAX_BLOCK_Q[width], width, operands)
+        if getattr(problem, "has_logit_cap", False):
+            yield self._why_not_capped(problem)
+        yield hopper.why_too_few(self, stages=2)
         if self.kv_slots not in (1, 2):
-            return f"kv_slots must be 1 or 2, but is {self.kv_slots}"
-        if self.splits < 1:
-            return f"splits must be at least 1, but is {self.splits}"
+            yield f"kv_slots must be 1 or 2, but is {self.kv_slots}"
+        yield hopper.why_too_few(self, splits=1)
         if self.d_query not in D_QUERY:
-            return f"d_query must be one of {', '.join(D_QUERY)}, but is {self.d_query}"
-        if not self.stores_d_scores and problem.head_dim > MAX_BOTH_SUMS:
-            return (
+            yield f"d_query must be one of {', '.join(D_QUERY)}, but is {self.d_query}"
+        if not self.stores_d_scores and width > MAX_BOTH_SUMS:
+            yield (
                 f"d_query must be stored for heads wider than {MAX_BOTH_SUMS}, but is "
-                f"{self.d_query} at H={problem.head_dim}"
+                f"{self.d_query} at H={width}"
             )
         if self.d_query == "launch":
-            widest = MAX_BLOCK_KV[problem.head_dim]
-            if reason := hopper.why_not_block(
-                "block_kv", self.block_kv, widest, problem.head_dim, "scores and a sum"
-            ):
-                return reason
+            widest, operands = MAX_BLOCK_KV[width], "scores and a sum"
+            yield hopper.why_not_block("block_kv", self.block_kv, widest, width, operands)
         if self.stores_d_scores and self.block_kv != STORED_BLOCK_KV:
-            return f"block_kv must be {STORED_BLOCK_KV} for stored, but is {self.block_kv}"
-        if not self.has_d_query and self.kv_stages < 2:
-            return f"kv_stages must be at least 2, but is {self.kv_stages}"
+            yield f"block_kv must be {STORED_BLOCK_KV} for stored, but is {self.block_kv}"
+        if not self.has_d_query:
+            yield hopper.why_too_few(self, kv_stages=2)
         if self.stores_d_scores:
             group = problem.q_heads // problem.kv_heads
             blocks = most_blocks(problem.batch, problem.users, problem.q_len * group, self.block_q)
             if not self.stored_tiles(1, problem.kv_heads, blocks):
-                return (
+                yield (
                     f"gradients of scores of {BLOCK_KV} keys and {blocks * self.block_q} queries "
                     f"of {problem.kv_heads} heads take more than {MAX_STORED_BYTES} bytes"
                 )
-        return hopper.why_not_smem(self, self.smem_bytes(problem.head_dim), problem.head_dim)
+        yield hopper.why_not_smem(self, self.smem_bytes(width), width)

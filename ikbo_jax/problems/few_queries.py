@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections.abc import Iterator
 from typing import Any, NamedTuple, Self
 
 from ikbo_jax.problems import flash, hopper, memory
@@ -343,31 +344,27 @@ class FewQueriesConfig(Config):
     def smem_bytes(self, head_dim: int) -> int:
         return memory.smem_bytes(self.shared(head_dim))
 
-    def illegal_reason(self, problem: Any) -> str | None:
-        if reason := flash.why_not_operands(problem, self.block_kv, MAX_BLOCK_KV):
-            return reason
-        if reason := flash.why_not_users(problem, takes_ranges=True):
-            return reason
-        if reason := self._why_not_ranges(problem):
-            return reason
-        if reason := flash.why_not_pages(problem, self.block_kv):
-            return reason
+    @hopper.first_reason
+    def illegal_reason(self, problem: Any) -> Iterator[str | None]:
+        yield flash.why_not_operands(problem, self.block_kv, MAX_BLOCK_KV)
+        yield flash.why_not_users(problem, takes_ranges=True)
+        yield self._why_not_ranges(problem)
+        yield flash.why_not_pages(problem, self.block_kv)
         is_wide = self.has_all_columns(problem.head_dim)
         if is_wide and self.block_kv > MAX_WIDE_BLOCK_KV:
-            return (
+            yield (
                 f"block_kv must be at most {MAX_WIDE_BLOCK_KV} with tile_rows={self.tile_rows} at "
                 f"H={problem.head_dim}, but is {self.block_kv}"
             )
         if self.tile_rows not in (WGMMA_M, TILE_ROWS):
-            return f"tile_rows must be {WGMMA_M} or {TILE_ROWS}, but is {self.tile_rows}"
-        if self.splits < 1:
-            return f"splits must be at least 1, but is {self.splits}"
+            yield f"tile_rows must be {WGMMA_M} or {TILE_ROWS}, but is {self.tile_rows}"
+        yield hopper.why_too_few(self, splits=1)
         if min(self.k_stages, self.v_stages) < 2 or self.q_slots < 1:
-            return (
+            yield (
                 "k_stages and v_stages must be at least 2, and q_slots at least 1, "
                 f"but are {self.k_stages}, {self.v_stages} and {self.q_slots}"
             )
-        return hopper.why_not_smem(self, self.smem_bytes(problem.head_dim), problem.head_dim)
+        yield hopper.why_not_smem(self, self.smem_bytes(problem.head_dim), problem.head_dim)
 
     def _why_not_ranges(self, problem: Any) -> str | None:
         """Checks the block if candidates have ranges: masks by row take registers."""

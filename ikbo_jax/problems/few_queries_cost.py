@@ -171,16 +171,13 @@ def _with_most_stages(
     return [first] if first else []
 
 
-def config_of_unsorted(problem: Any, num_sms: int = NUM_SMS) -> FewQueriesConfig:
+def config_of_unsorted(problem: Any) -> FewQueriesConfig:
     """Returns the best of legal configurations for an unsorted index, by time with listing."""
-
-    best = min(
-        candidate_configs(problem),
-        key=lambda config: estimated_unsorted_us(problem, config, num_sms),
-    )
+    configs = candidate_configs(problem)
+    best = min(configs, key=lambda config: estimated_unsorted_us(problem, config, NUM_SMS))
     items = None
-    if best.lists(problem, num_sms):
-        listings = best.listings(problem, num_sms)
+    if best.lists(problem, NUM_SMS):
+        listings = best.listings(problem, NUM_SMS)
         items = listings.of_cta * listings.bundle
     return _with_short_rings(problem, best, items)
 

@@ -2,7 +2,7 @@
 
 import abc
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ikbo_jax.problems import hopper, memory
@@ -56,28 +56,27 @@ class FlashConfig(Config):
     def smem_bytes(self, head_dim: int) -> int:
         return memory.smem_bytes(self.shared(head_dim))
 
-    def why_not_tiles(self, problem: Any, max_block_kv: Mapping[int, int]) -> str | None:
+    @hopper.first_reason
+    def why_not_tiles(self, problem: Any, max_block_kv: Mapping[int, int]) -> Iterator[str | None]:
         """Checks dtype, head width, block and rings; `max_block_kv` is by head width."""
-        if reason := why_not_operands(problem, self.block_kv, max_block_kv):
-            return reason
+        yield why_not_operands(problem, self.block_kv, max_block_kv)
         if min(self.k_stages, self.v_stages) < 2:
-            return (
+            yield (
                 "k_stages and v_stages must be at least 2, "
                 f"but are {self.k_stages} and {self.v_stages}"
             )
         if self.q_slots not in (1, 2, 3):
-            return f"q_slots must be 1, 2 or 3, but is {self.q_slots}"
-        return None
+            yield f"q_slots must be 1, 2 or 3, but is {self.q_slots}"
 
 
 def why_not_operands(problem: Any, block_kv: int, max_block_kv: Mapping[int, int]) -> str | None:
     """Checks dtype, head width, and keys of a block; `max_block_kv` is by head width."""
-    if reason := hopper.why_not_dtype(problem.dtype):
-        return reason
-    if reason := hopper.why_not_head_dim(problem.head_dim, max_block_kv):
-        return reason
-    widest, operands = max_block_kv[problem.head_dim], "scores and accumulator"
-    return hopper.why_not_block("block_kv", block_kv, widest, problem.head_dim, operands)
+    width, operands = problem.head_dim, "scores and accumulator"
+    return (
+        hopper.why_not_dtype(problem.dtype)
+        or hopper.why_not_head_dim(width, max_block_kv)
+        or hopper.why_not_block("block_kv", block_kv, max_block_kv[width], width, operands)
+    )
 
 
 def why_not_pages(problem: Any, block_kv: int) -> str | None:
@@ -93,10 +92,10 @@ def tiles_read_pages(problem: Any) -> bool:
     return p.page == 0 or (p.page % WGMMA_M == 0 and p.head_dim <= MAX_PAGED_WIDTH)
 
 
-def why_not_users(problem: Any, *, takes_ranges: bool = False) -> str | None:
+@hopper.first_reason
+def why_not_users(problem: Any, *, takes_ranges: bool = False) -> Iterator[str | None]:
     """Checks ranges, and numbers of users, keys and heads, of an `AttentionProblem`."""
-    if reason := problem.why_not_scores(takes_ranges=takes_ranges):
-        return str(reason)
+    yield problem.why_not_scores(takes_ranges=takes_ranges)
     if problem.kv_len < 1 or problem.users < 1:
-        return f"the kernel needs a user and a key, but U={problem.users} and S={problem.kv_len}"
-    return hopper.why_not_heads(problem.q_heads, problem.kv_heads)
+        yield f"the kernel needs a user and a key, but U={problem.users} and S={problem.kv_len}"
+    yield hopper.why_not_heads(problem.q_heads, problem.kv_heads)

@@ -149,32 +149,29 @@ class GdpaConfig(FlashConfig):
             self.block_kv, self.k_stages, self.v_stages, self.q_slots, late_turns=self.late_turns
         )
 
-    def illegal_reason(self, problem: GdpaProblem) -> str | None:
-        has_cap = problem.has_logit_cap and SOFTMAX not in problem.activations
-        if has_cap and (reason := self._why_not_plain(problem, "logit_cap")):
-            return reason
-        if reason := self.why_not_tiles(problem, MAX_BLOCK_KV):
-            return reason
-        if reason := problem.why_not_softmax:
-            return reason
-        if problem.mask and (reason := self._why_not_plain(problem, "mask")):
-            return reason
+    @hopper.first_reason
+    def illegal_reason(self, problem: GdpaProblem) -> Iterator[str | None]:
+        if problem.has_logit_cap and SOFTMAX not in problem.activations:
+            yield self._why_not_plain(problem, "logit_cap")
+        yield self.why_not_tiles(problem, MAX_BLOCK_KV)
+        yield problem.why_not_softmax
+        if problem.mask:
+            yield self._why_not_plain(problem, "mask")
         if self.half_blocks and self.block_kv % (2 * WGMMA_K):
-            return (
+            yield (
                 f"half_blocks needs a block_kv that is a multiple of {2 * WGMMA_K}, "
                 f"but it is {self.block_kv}"
             )
-        if self.run < 1:
-            return f"run must be at least 1, but is {self.run}"
+        yield hopper.why_too_few(self, run=1)
         switches = ("skip_empty", "half_blocks", "tickets")
         enabled = [name for name in switches if getattr(self, name)]
         if problem.is_attention and (self.run > 1 or enabled):
-            return (
+            yield (
                 f"softmax needs run=1 and none of {', '.join(switches)}, "
                 f"but the config has run={self.run} and {', '.join(enabled) or 'none of them'}"
             )
         launched = self.for_softmax if problem.is_attention else self
-        return hopper.why_not_smem(self, launched.smem_bytes(problem.head_dim), problem.head_dim)
+        yield hopper.why_not_smem(self, launched.smem_bytes(problem.head_dim), problem.head_dim)
 
     def _why_not_plain(self, problem: GdpaProblem, cause: str) -> str | None:
         """Why a problem's `cause` does not allow this configuration or its heads; None if it does.

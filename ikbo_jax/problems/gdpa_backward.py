@@ -126,30 +126,26 @@ class GdpaBackwardConfig(Config):
             statistics_free=statistics_free,
         )
 
-    def illegal_reason(self, problem: GdpaSizes) -> str | None:
-        if reason := _why_not_capped(problem):
-            return reason
+    @hopper.first_reason
+    def illegal_reason(self, problem: GdpaSizes) -> Iterator[str | None]:
+        yield _why_not_capped(problem)
         has_softmax, head_dim = SOFTMAX in problem.activations, problem.head_dim
         if has_softmax and set(problem.activations) != {SOFTMAX}:
-            return "the backward kernels support softmax in all heads or in none"
+            yield "the backward kernels support softmax in all heads or in none"
         if not problem.q_rows or not problem.kv_rows or not problem.batch:
-            return "the backward kernels need a query, a key and a sequence"
+            yield "the backward kernels need a query, a key and a sequence"
         if problem.mask and self.block != WGMMA_M:
-            return f"a mask needs a block of {WGMMA_M}, but it is {self.block}"
-        if reason := hopper.why_not_dtype(problem.dtype):
-            return reason
-        if reason := hopper.why_not_head_dim(head_dim, HEAD_DIMS, "backward kernels take"):
-            return reason
+            yield f"a mask needs a block of {WGMMA_M}, but it is {self.block}"
+        yield hopper.why_not_dtype(problem.dtype)
+        yield hopper.why_not_head_dim(head_dim, HEAD_DIMS, "backward kernels take")
         widest, operands = MAX_BLOCKS[head_dim], "scores and 2 accumulators"
-        if reason := hopper.why_not_block("block", self.block, widest, head_dim, operands):
-            return reason
-        if self.stages < 2:
-            return f"stages must be at least 2, but is {self.stages}"
+        yield hopper.why_not_block("block", self.block, widest, head_dim, operands)
+        yield hopper.why_too_few(self, stages=2)
         shared = [
             self.shared(head_dim, results if has_softmax else None, bool(problem.mask))
             for results in (1, 2)
         ]
-        return hopper.why_not_smem(self, max(map(memory.smem_bytes, shared)), head_dim)
+        yield hopper.why_not_smem(self, max(map(memory.smem_bytes, shared)), head_dim)
 
 
 #: Of the kernel that multiplies stored gradients of scores by keys.

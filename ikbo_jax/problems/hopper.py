@@ -3,7 +3,8 @@
 A check returns a sentence that says why a kernel cannot run, or None.
 """
 
-from collections.abc import Iterable
+import functools
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple, Self
 
 #: Bytes of shared memory that one CTA may use on Hopper (227 KiB of the SM's 256 KiB).
@@ -32,6 +33,21 @@ TILE_ROWS = NUM_CONSUMERS * WGMMA_M
 KERNEL_DTYPES = ("bfloat16", "float16")
 
 
+def first_reason[**Arguments](
+    checks: Callable[Arguments, Iterator[str | None]],
+) -> Callable[Arguments, str | None]:
+    """Makes one check of a generator of checks, each of which may rely on those before it."""
+
+    @functools.wraps(checks)
+    def reason(*args: Arguments.args, **kwargs: Arguments.kwargs) -> str | None:
+        for found in checks(*args, **kwargs):
+            if found:
+                return found
+        return None
+
+    return reason
+
+
 def ctas_by_smem(size: int) -> int:
     """Counts CTAs of `size` bytes of shared memory for which an SM has room."""
     return SM_SMEM_BYTES // (size + RESERVED_SMEM_BYTES)
@@ -40,13 +56,6 @@ def ctas_by_smem(size: int) -> int:
 def ctas_by_registers(registers: int) -> int:
     """Counts CTAs of one warpgroup, with `registers` a thread, for which an SM has room."""
     return SM_REGISTERS // (WARPGROUP_SIZE * registers)
-
-
-def own_columns(rows: int, q_len: int) -> int:
-    """Counts the candidates of a tile of rows, rounded up to 8."""
-    # The tile may begin within a candidate's queries, and end within another's.
-    most = rows // q_len if rows % q_len == 0 else (rows + q_len - 2) // q_len + 1
-    return -(-most // 8) * 8
 
 
 class OwnStages(NamedTuple):
@@ -70,7 +79,11 @@ class OwnStages(NamedTuple):
     def choose(cls, rows: int, tiles: int, q_len: int, config: Any) -> Self | None:
         """Chooses the fewest for tiles of `rows` rows of a head; None: a stage is too small."""
         for stages, groups in ((1, 1), (1, tiles), (2, 1), (2, tiles)):
-            columns = own_columns(rows * tiles // groups, q_len)
+            of_group = rows * tiles // groups
+            # A tile may begin within a candidate's queries, and end within another's.
+            is_whole = of_group % q_len == 0
+            most = of_group // q_len if is_whole else (of_group + q_len - 2) // q_len + 1
+            columns = -(-most // 8) * 8
             if 2 * columns <= stages * config.block_kv:
                 return cls(columns, groups, stages)
         return None
@@ -108,16 +121,12 @@ def why_not_block(name: str, block: int, widest: int, head_dim: int, operands: s
     )
 
 
-def why_not_width(n: int) -> str | None:
-    """Checks the embedding width N, whose rows TMA reads."""
-    if n % 8 == 0:
-        return None
-    return f"the kernel needs N to be a multiple of 8 (16 bytes, for TMA), but N={n}"
-
-
 def why_not_rows(problem: Any) -> str | None:
-    """Checks dtype and embedding width of a linear compression."""
-    return why_not_dtype(problem.dtype) or why_not_width(problem.n)
+    """Checks the dtype of a linear compression, and the width N of rows that TMA reads."""
+    reason = why_not_dtype(problem.dtype)
+    if reason or problem.n % 8 == 0:
+        return reason
+    return f"the kernel needs N to be a multiple of 8 (16 bytes, for TMA), but N={problem.n}"
 
 
 def why_not_heads(q_heads: int, kv_heads: int) -> str | None:
@@ -125,6 +134,14 @@ def why_not_heads(q_heads: int, kv_heads: int) -> str | None:
     if q_heads % kv_heads == 0:
         return None
     return f"the kernel needs N to be a multiple of K, but N={q_heads} and K={kv_heads}"
+
+
+def why_too_few(config: Any, **least: int) -> str | None:
+    """Checks that fields of a configuration are not below their least values."""
+    for name, number in least.items():
+        if getattr(config, name) < number:
+            return f"{name} must be at least {number}, but is {getattr(config, name)}"
+    return None
 
 
 def why_not_smem(config: Any, smem_bytes: int, head_dim: int | None = None) -> str | None:

@@ -54,29 +54,29 @@ class LinearCompressionConfig(Config):
             **packed_compression.rings(self, 1 + NUM_CONSUMERS, with_claims=with_claims),
         )
 
-    def illegal_reason(self, problem: LinearCompressionSizes) -> str | None:
-        if reason := hopper.why_not_rows(problem):
-            return reason
+    @hopper.first_reason
+    def illegal_reason(self, problem: LinearCompressionSizes) -> Iterator[str | None]:
+        yield hopper.why_not_rows(problem)
         if min(problem.ks) < 1:
-            return f"the kernel needs K of at least 1 at every level, but K={problem.ks}"
+            yield f"the kernel needs K of at least 1 at every level, but K={problem.ks}"
         if self.block_m % 16 or not 16 <= self.block_m <= MAX_BLOCK_M:
-            return (
+            yield (
                 f"block_m must be a multiple of 16 from 16 to {MAX_BLOCK_M}, so that accumulators "
                 f"and a finished tile fit the registers, but is {self.block_m}"
             )
         if self.epilogue_rows < 8 or self.epilogue_rows % 8 or self.block_m % self.epilogue_rows:
-            return (
+            yield (
                 f"epilogue_rows must be a multiple of 8 that divides block_m={self.block_m}, "
                 f"but is {self.epilogue_rows}"
             )
         if (self.block_m // self.epilogue_rows) % STAGING_SLOTS:
-            return (
+            yield (
                 f"block_m / epilogue_rows must be a multiple of {STAGING_SLOTS}, so that every "
                 f"tile starts with the staging buffer whose store was issued first, but is "
                 f"{self.block_m} / {self.epilogue_rows}"
             )
-        smem_bytes = packed_compression.smem_bytes(self)
-        return packed_compression.why_not_stages(self) or hopper.why_not_smem(self, smem_bytes)
+        yield packed_compression.why_not_stages(self)
+        yield hopper.why_not_smem(self, packed_compression.smem_bytes(self))
 
 
 @dataclasses.dataclass(frozen=True)

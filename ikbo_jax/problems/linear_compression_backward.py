@@ -1,7 +1,6 @@
 """The gradient of linear compression: its problems, and the configurations of its kernels."""
 
 import dataclasses
-import functools
 from collections.abc import Iterator
 from typing import Any, ClassVar
 
@@ -49,14 +48,14 @@ class WeightGradientConfig(Config):
             stages=memory.barriers(self.stages, 1 + NUM_CONSUMERS),
         )
 
-    def illegal_reason(self, problem: LinearCompressionSizes) -> str | None:
-        if reason := _why_not_sizes(problem) or hopper.why_not_rows(problem):
-            return reason
+    @hopper.first_reason
+    def illegal_reason(self, problem: LinearCompressionSizes) -> Iterator[str | None]:
+        yield _why_not_sizes(problem)
+        yield hopper.why_not_rows(problem)
         if self.block_m % 8 or not 8 <= self.block_m <= MAX_BLOCK_M:
-            return f"block_m must be a multiple of 8 from 8 to {MAX_BLOCK_M}, but is {self.block_m}"
-        if self.stages < 2:
-            return f"stages must be at least 2, but is {self.stages}"
-        return hopper.why_not_smem(self, memory.smem_bytes(self.shared))
+            yield f"block_m must be a multiple of 8 from 8 to {MAX_BLOCK_M}, but is {self.block_m}"
+        yield hopper.why_too_few(self, stages=2)
+        yield hopper.why_not_smem(self, memory.smem_bytes(self.shared))
 
     def splits(self, batch: int, k: int, m: int, n: int, *, problems: int, num_sms: int) -> int:
         """Counts parts of each problem's batch, whose products and `ITEM_COST` end together."""
@@ -71,45 +70,23 @@ class WeightGradientConfig(Config):
         return min(range(1, most + 1), key=time)
 
 
-@dataclasses.dataclass(frozen=True)
-class LinearCompressionBackwardConfig(Config):
-    """Tuning parameters of all kernels of linear compression's gradient.
-
-    Attributes:
-      embeddings: for each level, the configuration of the forward kernel that multiplies its
-        cotangents by the transposed weight; always the default.
-      weight: the configuration of the kernel for the gradients of all weights. It is tuned, and
-        rows of the dispatch table hold it.
-    """
-
-    embeddings: tuple[EmbeddingConfig, ...]
-    weight: WeightGradientConfig
-
-    def illegal_reason(self, problem: LinearCompressionSizes) -> str | None:
-        if len(self.embeddings) != len(problem.ks):
-            return (
-                f"the configuration is for {len(self.embeddings)} levels, but the problem has "
-                f"{len(problem.ks)}"
-            )
-        for level, config in enumerate(self.embeddings):
-            if reason := config.illegal_reason(embedding_problem(problem, level)):
-                return reason
-        return self.weight.illegal_reason(problem)
-
-
 def embedding_problem(problem: LinearCompressionSizes, level: int) -> LinearCompressionProblem:
     """Returns the compression by a transposed weight that gives a level's gradient."""
     sizes = (problem.batches[level],), (problem.m,), problem.ks[level], problem.n
     return LinearCompressionProblem(*sizes, problem.dtype)
 
 
-@functools.lru_cache(maxsize=1024)
-def default_config(problem: LinearCompressionSizes) -> LinearCompressionBackwardConfig:
-    """Returns the configuration without a measurement; legal unless none is."""
-    products = [embedding_problem(problem, level) for level in range(len(problem.ks))]
-    embeddings = [x.default_config() or _ROWS for x in products]
-    weight = _with_most_stages(_block_ms(problem.m)[0])
-    return LinearCompressionBackwardConfig(tuple(embeddings), weight)
+def embedding_config(problem: LinearCompressionSizes, level: int) -> EmbeddingConfig:
+    """Returns the configuration of the forward kernel that multiplies a level's cotangents by the
+    transposed weight; legal unless none is.
+    """
+    config: EmbeddingConfig = embedding_problem(problem, level).default_config() or _ROWS
+    return config
+
+
+def default_config(problem: LinearCompressionSizes) -> WeightGradientConfig:
+    """Returns the configuration for all weights without a measurement; legal unless none is."""
+    return _with_most_stages(_block_ms(problem.m)[0])
 
 
 def _with_most_stages(block_m: int) -> WeightGradientConfig:
@@ -126,7 +103,13 @@ def _block_ms(m: int) -> list[int]:
 
 def illegal_reason(problem: LinearCompressionSizes) -> str | None:
     """Says why the kernels cannot compute a problem's gradient; None if they can."""
-    return _why_not_sizes(problem) or default_config(problem).illegal_reason(problem)
+    if reason := _why_not_sizes(problem):
+        return reason
+    for level in range(len(problem.ks)):
+        config = embedding_config(problem, level)
+        if reason := config.illegal_reason(embedding_problem(problem, level)):
+            return reason
+    return default_config(problem).illegal_reason(problem)
 
 
 def _why_not_sizes(problem: LinearCompressionSizes) -> str | None:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator
 from typing import ClassVar
 
+from ikbo_jax.problems import hopper
 from ikbo_jax.problems.hopper import NUM_SMS, WARPGROUP_SIZE
 from ikbo_jax.problems.problem import Config, Problem, Ranked
 
@@ -89,18 +90,16 @@ class LookUpConfig(Config):
     accesses: int = 2
     streams: bool = False
 
-    def illegal_reason(self, problem: RowsProblem) -> str | None:
-        """Says why the kernel cannot run `problem`; None if it can."""
+    @hopper.first_reason
+    def illegal_reason(self, problem: RowsProblem) -> Iterator[str | None]:
         if not 1 <= self.accesses <= 16:
-            return f"accesses must be from 1 to 16, but is {self.accesses}"
-        if reason := problem.why_not_rows():
-            return reason
+            yield f"accesses must be from 1 to 16, but is {self.accesses}"
+        yield problem.why_not_rows()
         if not vector_words(problem.width, ITEM_BYTES[problem.dtype]):
-            return (
+            yield (
                 "the kernel needs rows of a multiple of 4 bytes, but a row has "
                 f"{problem.width} numbers of {problem.dtype}"
             )
-        return None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,24 +130,22 @@ class SegmentSumConfig(Config):
         lanes = self.warpgroups * WARPGROUP_SIZE // -(-vectors // chunks)
         return chunks, min(users, -(-(batch + users) // (lanes * self.each)))
 
-    def illegal_reason(self, problem: RowsProblem) -> str | None:
-        """Says why the kernel cannot run `problem`; None if it can."""
+    @hopper.first_reason
+    def illegal_reason(self, problem: RowsProblem) -> Iterator[str | None]:
         if not 1 <= self.columns <= WARPGROUP_SIZE:
-            return f"columns must be from 1 to {WARPGROUP_SIZE}, but is {self.columns}"
+            yield f"columns must be from 1 to {WARPGROUP_SIZE}, but is {self.columns}"
         if self.each < 1 or not 1 <= self.unroll <= 8 or not 1 <= self.warpgroups <= 4:
-            return f"each, unroll up to 8 and warpgroups up to 4 must be at least 1: {self}"
+            yield f"each, unroll up to 8 and warpgroups up to 4 must be at least 1: {self}"
         if not 0 <= self.users <= MOST_USERS or self.parts < 1 or self.parts > 1 > self.users:
-            return f"users must be from 0 to {MOST_USERS}, and parts 1, or more with users: {self}"
+            yield f"users must be from 0 to {MOST_USERS}, and parts 1, or more with users: {self}"
         if self.users and -(-problem.batch // self.parts) > MOST_LISTED * self.warpgroups:
-            return (
+            yield (
                 f"{self.warpgroups} warpgroups list at most {MOST_LISTED * self.warpgroups} of "
                 f"B={problem.batch} candidates in each of {self.parts} parts"
             )
-        if reason := problem.why_not_rows():
-            return reason
+        yield problem.why_not_rows()
         if self.parts * problem.users * problem.vectors > MOST:
-            return f"{self.parts} parts have more than {MOST} vectors: {problem.describe()}"
-        return None
+            yield f"{self.parts} parts have more than {MOST} vectors: {problem.describe()}"
 
 
 @dataclasses.dataclass(frozen=True)

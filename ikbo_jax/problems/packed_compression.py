@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Iterator
 from typing import Any, ClassVar
 
 from ikbo_jax.problems import hopper, memory
@@ -54,13 +55,12 @@ def smem_bytes(config: Any) -> int:
     return memory.smem_bytes(config.shared(with_claims=True))
 
 
-def why_not_stages(config: Any) -> str | None:
+@hopper.first_reason
+def why_not_stages(config: Any) -> Iterator[str | None]:
     """Checks the ring and the cluster of such a kernel."""
-    if config.num_stages < 2:
-        return f"num_stages must be at least 2, but is {config.num_stages}"
+    yield hopper.why_too_few(config, num_stages=2)
     if config.cluster not in (1, 2):
-        return f"cluster must be 1 or 2, but is {config.cluster}"
-    return None
+        yield f"cluster must be 1 or 2, but is {config.cluster}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,19 +111,14 @@ class PackedCompressionConfig(Config):
             **rings(self, self.parts + (1 if n == width else blocks), with_claims=with_claims),
         )
 
-    def illegal_reason(self, problem: Any) -> str | None:
-        return (
-            why_not_served(problem)
-            or self._why_not_tile()
-            or hopper.why_not_smem(self, smem_bytes(self))
-        )
-
-    def _why_not_tile(self) -> str | None:
+    @hopper.first_reason
+    def illegal_reason(self, problem: Any) -> Iterator[str | None]:
+        yield why_not_served(problem)
         if self.block_n != WGMMA_M and (self.block_n % TILE_ROWS or self.block_n < TILE_ROWS):
-            return f"block_n must be {WGMMA_M} or a multiple of {TILE_ROWS}, but is {self.block_n}"
+            yield f"block_n must be {WGMMA_M} or a multiple of {TILE_ROWS}, but is {self.block_n}"
         multiple, rows = 16 * self.parts, self.accumulators * self.consumer_rows
         if self.block_m % multiple or self.block_m < multiple or rows > MAX_ROWS:
-            return (
+            yield (
                 f"block_m must be a multiple of {multiple}, and all accumulators of a consumer "
                 f"have at most {MAX_ROWS} rows, so that they and a finished tile fit the "
                 f"registers, but block_m is {self.block_m} and block_n is {self.block_n}, which "
@@ -131,40 +126,38 @@ class PackedCompressionConfig(Config):
             )
         of_one = self.consumer_rows
         if self.epilogue_rows < 8 or self.epilogue_rows % 8 or of_one % self.epilogue_rows:
-            return (
+            yield (
                 f"epilogue_rows must be a multiple of 8 that divides a consumer's {of_one} rows "
                 f"of block_m={self.block_m}, but is {self.epilogue_rows}"
             )
         if (rows // self.epilogue_rows) % STAGING_SLOTS:
-            return (
+            yield (
                 f"a tile must have a multiple of {STAGING_SLOTS} stores, so that every tile starts "
                 f"with the staging buffer whose store was issued first, but has "
                 f"{rows // self.epilogue_rows}"
             )
-        return why_not_stages(self)
+        yield why_not_stages(self)
+        yield hopper.why_not_smem(self, smem_bytes(self))
 
 
-def _why_not_sizes(problem: Any) -> str | None:
+@hopper.first_reason
+def why_not_served(problem: Any) -> Iterator[str | None]:
+    """Says why no configuration can run a `LinearCompressionProblem`; None if some may."""
+    yield hopper.why_not_dtype(problem.dtype)
     if problem.n % GRANULE:
-        return (
+        yield (
             f"the kernel whose tiles span candidates needs N to be a multiple of {GRANULE}, "
             f"but N={problem.n}"
         )
     if min(problem.ks) < 1 or min(problem.batches) < 1:
-        return (
+        yield (
             "the kernel needs K and B of at least 1 at every level, "
             f"but K={problem.ks} and B={problem.batches}"
         )
     # Mosaic GPU leaves axes of size one out of TMA's descriptors, so that a store past their end
     # would not be dropped.
     if min(problem.batches[-1], problem.m) < 2:
-        return (
+        yield (
             "the kernel whose tiles span candidates needs M and the last level's B of at least 2, "
             f"but M={problem.m} and B={problem.batches}"
         )
-    return None
-
-
-def why_not_served(problem: Any) -> str | None:
-    """Says why no configuration can run a `LinearCompressionProblem`; None if some may."""
-    return hopper.why_not_dtype(problem.dtype) or _why_not_sizes(problem)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections.abc import Iterator
 from typing import Any, ClassVar
 
 from ikbo_jax.problems import hopper, memory, packed_compression
@@ -222,32 +223,29 @@ class ResidentCompressionConfig(Config):
             for i in levels
         )
 
-    def illegal_reason(self, problem: Any) -> str | None:
-        if reason := packed_compression.why_not_served(problem):
-            return reason
+    @hopper.first_reason
+    def illegal_reason(self, problem: Any) -> Iterator[str | None]:
+        yield packed_compression.why_not_served(problem)
         if self.block_m % 16 or self.block_m < 16:
-            return f"block_m must be a multiple of 16, but is {self.block_m}"
+            yield f"block_m must be a multiple of 16, but is {self.block_m}"
         if self.accumulators < 1 or self.accumulators * self.block_m > MAX_ROWS:
-            return (
+            yield (
                 f"accumulators times block_m must be at most {MAX_ROWS}, so that accumulators and "
                 f"fragments fit the registers, but are {self.accumulators} and {self.block_m}"
             )
-        if self.groups < 1:
-            return f"groups must be at least 1, but is {self.groups}"
+        yield hopper.why_too_few(self, groups=1)
         if -(-problem.m // (self.block_m * self.groups)) > MAX_PARTS:
-            return (
+            yield (
                 f"a tile must have at most {MAX_PARTS} parts, but M={problem.m} and block_m is "
                 f"{self.block_m}"
             )
-        if self.num_stages < 1:
-            return f"num_stages must be at least 1, but is {self.num_stages}"
+        yield hopper.why_too_few(self, num_stages=1)
         if not 1 <= self.ctas <= MAX_CTAS:
-            return f"ctas must be from 1 to {MAX_CTAS}, but is {self.ctas}"
+            yield f"ctas must be from 1 to {MAX_CTAS}, but is {self.ctas}"
         if self.gathers and len(problem.ks) != 2:
-            return f"the kernel gathers users of two levels only, but there are {len(problem.ks)}"
-        if self.coarse_k < 1:
-            return f"coarse_k must be at least 1, but is {self.coarse_k}"
-        return hopper.why_not_smem(self, self.smem_bytes(problem))
+            yield f"the kernel gathers users of two levels only, but there are {len(problem.ks)}"
+        yield hopper.why_too_few(self, coarse_k=1)
+        yield hopper.why_not_smem(self, self.smem_bytes(problem))
 
 
 def _many_ctas(problem: Any, level: int, layout: Layout) -> Layout:

@@ -146,34 +146,31 @@ class ShortGdpaConfig(Config):
         """Counts bytes of shared memory of one CTA for a `GdpaProblem`."""
         return self.smem_bytes(problem.head_dim, Batch.of(problem) if self.finds_tiles else None)
 
-    def illegal_reason(self, problem: Any) -> str | None:
+    @hopper.first_reason
+    def illegal_reason(self, problem: Any) -> Iterator[str | None]:
         if problem.mask:
-            return f"masks run in XLA, and the call has mask={problem.mask}"
+            yield f"masks run in XLA, and the call has mask={problem.mask}"
         if problem.has_logit_cap:
-            return "the kernel for short sequences takes no logit_cap"
-        if reason := flash.why_not_operands(problem, self.block_kv, MAX_BLOCK_KV):
-            return reason
+            yield "the kernel for short sequences takes no logit_cap"
+        yield flash.why_not_operands(problem, self.block_kv, MAX_BLOCK_KV)
         if self.tile_rows not in TILE_ROWS:
-            return f"tile_rows must be 16, 32 or 64, but is {self.tile_rows}"
+            yield f"tile_rows must be 16, 32 or 64, but is {self.tile_rows}"
         if self.slots < 2 or self.ctas < 1:
-            return f"slots must be at least 2 and ctas 1, but are {self.slots} and {self.ctas}"
-        if reason := problem.why_not_softmax:
-            return str(reason)
+            yield f"slots must be at least 2 and ctas 1, but are {self.slots} and {self.ctas}"
+        yield problem.why_not_softmax
         if self.finds_tiles and problem.batch != problem.batch_kv:
-            return (
+            yield (
                 "finds_tiles needs a sequence of keys for each sequence of queries, but there are "
                 f"{problem.batch_kv} for {problem.batch}"
             )
-        if reason := hopper.why_not_smem(self, self.problem_bytes(problem), problem.head_dim):
-            return reason
+        yield hopper.why_not_smem(self, self.problem_bytes(problem), problem.head_dim)
         most = most_ctas(self, problem)
         if self.ctas > most:
-            return (
+            yield (
                 f"an SM has shared memory and registers for {most} CTAs with tile_rows="
                 f"{self.tile_rows}, block_kv={self.block_kv} and slots={self.slots}, "
                 f"but ctas is {self.ctas}"
             )
-        return None
 
 
 def registers(config: ShortGdpaConfig, problem: Any) -> int:

@@ -16,7 +16,8 @@ import jax
 import jax.numpy as jnp
 
 Arrays = Sequence[jax.Array]
-Parents = Sequence[jax.Array | None]
+#: None, then [B_l] int32 of every further level.
+Parents = Sequence[Any]
 
 
 def materialised(
@@ -45,9 +46,7 @@ def materialised(
     copies = [embeddings[-1]]
     for level in range(len(embeddings) - 1, 0, -1):
         coarser = embeddings[level - 1]
-        parent = parents[level]
-        assert parent is not None
-        index = jnp.clip(parent[index], 0, coarser.shape[0] - 1)
+        index = jnp.clip(parents[level][index], 0, coarser.shape[0] - 1)
         copies.insert(0, coarser[index])
     weight = jnp.concatenate(weights, axis=1)
     embedding = jnp.concatenate(copies, axis=1)
@@ -71,7 +70,6 @@ def decomposed(weights: Arrays, embeddings: Arrays, parents: Parents) -> jax.Arr
     """
     total = _product(weights[0], embeddings[0])
     for weight, embedding, parent in zip(weights[1:], embeddings[1:], parents[1:], strict=True):
-        assert parent is not None
         coarser = jnp.take(total, parent, axis=0, mode="clip")
         total = _product(weight, embedding) + coarser
     return total.astype(embeddings[-1].dtype)
@@ -102,7 +100,9 @@ def decomposed_vjp(
       candidates and products are f32; each gradient is rounded once. The embedding of an entry
       without candidates has no effect, whatever it holds.
     """
-    is_used = _entries_with_candidates(embeddings, parents)
+    batches = [embedding.shape[0] for embedding in embeddings[:-1]]
+    clamped = [jnp.clip(x, 0, batch - 1) for x, batch in zip(parents[1:], batches, strict=True)]
+    is_used = _entries_with_candidates(batches, clamped)
     d_weights: list[jax.Array] = []
     d_embeddings: list[jax.Array] = []
     d_result = cotangent
@@ -119,24 +119,20 @@ def decomposed_vjp(
         d_weights.insert(0, d_weight.astype(dtype or weight.dtype))
         d_embeddings.insert(0, d_embedding.astype(dtype or embedding.dtype))
         if level > 0:
-            parent = parents[level]
-            assert parent is not None
-            batch = embeddings[level - 1].shape[0]
-            parent = jnp.clip(parent, 0, batch - 1)
-            d_result = sum_rows(d_result.astype(jnp.float32), parent, batch)
+            coarser = level - 1
+            d_result = sum_rows(d_result.astype(jnp.float32), clamped[coarser], batches[coarser])
     return tuple(d_weights), tuple(d_embeddings)
 
 
-def _entries_with_candidates(embeddings: Arrays, parents: Parents) -> list[jax.Array | None]:
-    """Whether entries have candidates, [B_l] of every level; None for the finest: all have."""
+def _entries_with_candidates(batches: list[int], parents: Arrays) -> list[jax.Array | None]:
+    """Whether entries have candidates, [B_l] of every level; None for the finest: all have.
+
+    `batches` are of all levels but the finest; `parents`, of all but the coarsest, are clamped.
+    """
     found: list[jax.Array | None] = [None]
     used: jax.Array | bool = True
-    for level in range(len(embeddings) - 1, 0, -1):
-        parent = parents[level]
-        assert parent is not None
-        batch = embeddings[level - 1].shape[0]
-        at = jnp.clip(parent, 0, batch - 1)
-        used = jnp.zeros(batch, bool).at[at].max(used)
+    for batch, parent in zip(reversed(batches), reversed(parents), strict=True):
+        used = jnp.zeros(batch, bool).at[parent].max(used)
         found.insert(0, used)
     return found
 

@@ -31,11 +31,9 @@ from ikbo_jax.rewrite.values.equations import (
 )
 from ikbo_jax.rewrite.values.jaxprs import interpret
 from ikbo_jax.rewrite.values.lineage import Deferred, is_plain, origins_of
-from ikbo_jax.rewrite.values.program_cache import ProgramCache
-from ikbo_jax.rewrite.values.provenance import Provenance
 from ikbo_jax.rewrite.values.registry import NotCovered, applies_to_arrays, rule_of
 from ikbo_jax.rewrite.values.rows import gathered
-from ikbo_jax.rewrite.values.scope import Scope
+from ikbo_jax.rewrite.values.scope import ProgramCache, Scope
 from ikbo_jax.rewrite.values.staged import TRACER
 
 
@@ -45,8 +43,7 @@ class Context:
     Attributes:
       recorder: collects the report.
       parent: the context of the enclosing scope; None for the scope of the whole function.
-      scope: the arrays and lineages computed so far.
-      provenance: the producing equations of values.
+      scope: the arrays and lineages computed so far, and the producing equations of values.
       programs: properties of called programs.
       derivatives: how many JVP rules this scope is inside of.
       differentiated: whether the program must have the original's derivative. If not, only its
@@ -68,7 +65,6 @@ class Context:
         self.recorder = recorder
         self.parent = parent
         self.scope: Scope = Scope(parent.scope if parent else None, outlives=outlives)
-        self.provenance: Provenance = Provenance(parent.provenance if parent else None)
         self.programs: ProgramCache = parent.programs if parent else ProgramCache(repeated)
         self.differentiated: bool = differentiated or parent is not None and parent.differentiated
         self.derivatives: int = parent.derivatives if parent else 0
@@ -119,7 +115,7 @@ class Context:
         XLA turns a product with the cast of a mask into a select, by which 0 hides NaN. It sees no
         such cast in a lookup of numbers.
         """
-        mask = self.provenance.cast_mask(value)
+        mask = self.scope.cast_mask(value)
         if mask is None or is_plain(mask):
             array = value.build(self)
         else:
@@ -151,7 +147,7 @@ class Context:
 
     def producer(self, value: Any) -> tuple[core.JaxprEqn, Sequence[Any]] | None:
         """Returns the producing equation of a value, and its operands; None if unknown."""
-        return self.provenance.producer(value)
+        return self.scope.producer(value)
 
     def made_by(self, value: Any) -> tuple[str, Any, Sequence[Any]]:
         """Returns `producer` with the primitive's name; "", None and () if it is unknown."""
@@ -193,7 +189,7 @@ class Context:
             results = list(divided(self, origins, results))
         if key is not None:
             self.scope.keep_results(key, operands, results)
-        self.provenance.record(eqn, results, operands)
+        self.scope.record(eqn, results, operands)
         return results
 
     def _transposed_and_reshaped(self, eqn: core.JaxprEqn, operands: list[Any]) -> list[Any]:

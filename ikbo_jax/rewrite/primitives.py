@@ -7,13 +7,7 @@ kind run, from `MERGED`, `SPLIT` or `SCORES`. Rules that users register replace 
 
 from collections.abc import Callable
 
-from ikbo_jax.rewrite.attention import (
-    changed_weights,
-    contraction,
-    pairs,
-    score_axes,
-    scores,
-)
+from ikbo_jax.rewrite.attention import changed_weights, contraction, pairs, scores
 from ikbo_jax.rewrite.calls import control_flow, custom_jvp, custom_vjp, jit, shard_map
 from ikbo_jax.rewrite.rules import (
     concatenation,
@@ -122,10 +116,9 @@ SPLIT: dict[str, Rule] = RESHAPED | {
 
 #: The rules of logits, exponentials, their sums, and weights.
 SCORES: dict[str, Rule] = {
-    # A sum is never negative.
-    "abs": scores.kept_at("sum"),
+    "abs": scores.kept,
     "add": changed_weights.sum_of_two,
-    "broadcast_in_dim": score_axes.broadcast,
+    "broadcast_in_dim": changed_weights.broadcast,
     "convert_element_type": scores.cast,
     "copy": scores.kept,
     "div": changed_weights.quotient,
@@ -140,16 +133,15 @@ SCORES: dict[str, Rule] = {
     "name": scores.kept,
     "ne": changed_weights.comparison,
     "pvary": scores.kept,
-    "reduce_max": score_axes.reduced,
+    "reduce_max": changed_weights.reduced,
     "reduce_sum": pairs.reduce_sum,
     "reshape": pairs.reshape,
     "select_n": changed_weights.select,
-    "squeeze": score_axes.reshape,
-    # The gradient of a maximum cancels in the softmax.
-    "stop_gradient": scores.kept_at("max"),
+    "squeeze": changed_weights.reshape,
+    "stop_gradient": scores.kept,
     "sub": changed_weights.difference,
     "tanh": scores.capped,
-    "transpose": score_axes.transpose,
+    "transpose": changed_weights.transpose,
 }
 
 

@@ -5,7 +5,7 @@ batch. Needs nothing beside JAX; the example behind HTTP needs the extra `serve`
 """
 
 from ikbo_jax.serving.admission import Admission
-from ikbo_jax.serving.answers import Metrics
+from ikbo_jax.serving.base import Metrics
 from ikbo_jax.serving.batches import BadRequestError, Buckets, Request
 from ikbo_jax.serving.histories import History, HistoryModel, HistoryScorer
 from ikbo_jax.serving.offline import rank_arrays, rank_offline

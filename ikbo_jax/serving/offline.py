@@ -10,8 +10,7 @@ import jax
 import numpy as np
 import numpy.typing as npt
 
-from ikbo_jax.serving.answers import Answer, PendingScores, Scores
-from ikbo_jax.serving.base import BatchScorer
+from ikbo_jax.serving.base import Answer, BatchScorer, PendingScores, Scores
 from ikbo_jax.serving.batches import (
     Buckets,
     Form,

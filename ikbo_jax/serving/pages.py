@@ -129,12 +129,28 @@ class PagePool:
           ValueError: if a count is no integer of at least 0, or the users need more pages than the
             pool has.
         """
-        self._check(keys, counts)
-        self._make_room(keys, counts)
-        for key, count in zip(keys, counts, strict=True):
-            pages, length = self._histories.pop(key, History([], 0))
-            end = length + count
-            pages = pages + [self._free.pop() for _ in range(self._pages(end) - len(pages))]
+        if not len(keys) == len(counts) == len(set(keys)):
+            raise BadRequestError(
+                f"there are {len(keys)} users, of which {len(set(keys))} differ, and "
+                f"{len(counts)} counts; expected equal numbers"
+            )
+        for position, count in enumerate(counts):
+            check_size(f"counts[{position}]", count, 0)
+        held = [self._histories.get(key, History([], 0)) for key in keys]
+        ends = [length + count for (_, length), count in zip(held, counts, strict=True)]
+        for key, end in zip(keys, ends, strict=True):
+            if end > self.most * self.page:
+                raise BadRequestError(
+                    f"user {key!r:.80} would have {end} positions, at most "
+                    f"{self.most * self.page} are possible"
+                )
+        needed = [-(-end // self.page) for end in ends]
+        if sum(needed) > self.pages:
+            raise ValueError(f"the users need {sum(needed)} pages but the pool has {self.pages}")
+        self._make_room(sum(needed) - sum(len(pages) for pages, _ in held), set(keys))
+        for key, (pages, _), end, number in zip(keys, held, ends, needed, strict=True):
+            pages = pages + [self._free.pop() for _ in range(number - len(pages))]
+            self._histories.pop(key, None)
             # Nothing would ever drop a history without pages.
             if end:
                 self._histories[key] = History(pages, end)
@@ -149,42 +165,14 @@ class PagePool:
                 table[row, : len(pages)] = pages
         return table, lengths
 
-    def _pages(self, length: int) -> int:
-        return -(-length // self.page)
-
-    def _check(self, keys: Sequence[Hashable], counts: Sequence[int]) -> None:
-        if not len(keys) == len(counts) == len(set(keys)):
-            raise BadRequestError(
-                f"there are {len(keys)} users, of which {len(set(keys))} differ, and "
-                f"{len(counts)} counts; expected equal numbers"
-            )
-        for position, count in enumerate(counts):
-            check_size(f"counts[{position}]", count, 0)
-        for key, count in zip(keys, counts, strict=True):
-            before = self._histories[key].length if key in self._histories else 0
-            if self._pages(before + count) > self.most:
-                raise BadRequestError(
-                    f"user {key!r:.80} would have {before + count} positions, at most "
-                    f"{self.most * self.page} are possible"
-                )
-
-    def _make_room(self, keys: Sequence[Hashable], counts: Sequence[int]) -> None:
-        """Drops histories of other users, the least recently used first."""
-        mine = set(keys)
-        held = {key: self._histories[key] for key in keys if key in self._histories}
-        wanted = 0
-        for key, count in zip(keys, counts, strict=True):
-            pages, length = held.get(key, History([], 0))
-            wanted += self._pages(length + count) - len(pages)
-        total = wanted + sum(len(pages) for pages, _ in held.values())
-        if total > self.pages:
-            raise ValueError(f"the users need {total} pages but the pool has {self.pages}")
+    def _make_room(self, wanted: int, kept: set[Hashable]) -> None:
+        """Drops histories of other users, the least recently used first, for so many pages."""
         dropped: list[Hashable] = []
         missing = wanted - len(self._free)
         for key in self._histories:
             if missing <= 0:
                 break
-            if key not in mine:
+            if key not in kept:
                 dropped.append(key)
                 missing -= len(self._histories[key].pages)
         for key in dropped:

@@ -11,8 +11,7 @@ import jax
 import numpy as np
 import numpy.typing as npt
 
-from ikbo_jax.serving.answers import PendingScores
-from ikbo_jax.serving.base import BatchScorer, seconds_of
+from ikbo_jax.serving.base import BatchScorer, PendingScores, seconds_of
 from ikbo_jax.serving.batches import (
     BadRequestError,
     Batch,

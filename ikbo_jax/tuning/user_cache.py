@@ -104,17 +104,14 @@ def write_user_row(row: Row) -> pathlib.Path:
         replaced = row.problem, model(row.device)
         rows = (*(old for old in rows if (old.problem, model(old.device)) != replaced), row)
         text = json.dumps({"schema": SCHEMA, "rows": [r.to_json() for r in rows]}, indent=2) + "\n"
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".tmp")
-        try:
+        with tempfile.NamedTemporaryFile(
+            "w", encoding="utf-8", dir=path.parent, prefix=path.name, delete_on_close=False
+        ) as file:
             with contextlib.suppress(OSError):
-                os.chmod(temporary, _mode_of_table(path))
-            with os.fdopen(handle, "w", encoding="utf-8") as file:
-                file.write(text)
-            os.replace(temporary, path)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                os.unlink(temporary)
-            raise
+                os.chmod(file.name, _mode_of_table(path))
+            file.write(text)
+            file.close()
+            os.replace(file.name, path)
     return path
 
 

@@ -222,12 +222,7 @@ def test_gradients_repeat_bitwise(name, config):
 @pytest.mark.parametrize("bad", [jnp.nan, jnp.inf])
 @pytest.mark.parametrize(
     ("config", "head_dim"),
-    [
-        ("parts", 128),
-        ("two_launches", 128),
-        ("stored_wide", 192),
-        ("stored_wide", 256),
-    ],
+    [("parts", 128), ("two_launches", 128), ("stored_wide", 192), ("stored_wide", 256)],
 )
 def test_bad_values_stay_with_their_user(config, head_dim, bad):
     shape = Shape(3, 9, 21, 300, 2, 1, head_dim, "sorted", "full")

@@ -135,5 +135,5 @@ def test_launch_takes_no_more_sequences_than_fit(launches: interpreter.Launches)
 def test_blocks_of_streamed_rows_are_counted() -> None:
     """The launch has room for 40 streamed rows in blocks of 32."""
     offsets = Offsets(None, jnp.zeros(3, jnp.int32), None, 40, 238)
-    static = works._static(offsets, WorkSettings(16, 32, 1, has_statistics=False), 1)
+    static = works._static(offsets, WorkSettings(16, 32, 1, has_statistics=False))
     assert static.keys.most_blocks == 2

@@ -93,7 +93,6 @@ CASES = {
     "early_odd_pairs_lengths": Case(
         (0, 1, 1, 2, 3, 3),
         70,
-        users=4,
         lengths=(1000, 33, -3, 64),
         config=EARLY,
         copies=5 * 2 + 2 * (3 + 2 + 2 + 1 + 2),
@@ -112,7 +111,6 @@ CASES = {
     "one_user_t16_gqa_lengths": Case(
         (0,) * 9 + (1,) * 3 + (3,) * 9,
         60,
-        users=5,
         q_len=16,
         heads=(2, 1),
         lengths=(33, 60, 9, 0, 50),
@@ -125,7 +123,6 @@ CASES = {
     "one_user_t64_ordered_lengths": Case(
         (2, 0, 1, 0, 0, 2),
         50,
-        users=4,
         order=(1, 3, 4, 2, 0, 5),
         lengths=(50, 1000, 20, 7),
         config=dataclasses.replace(ONE_USER, early_scores=True, late_turns=True),

@@ -73,7 +73,7 @@ CASES = {
     ),
     # Candidates with as many queries as an item has rows, and some of two items.
     "q_len_64": Case((0,) * 3, 40, q_len=64, users=1, num_sms=2),
-    "q_len_64_lengths": Case((0, 2, 2), 40, q_len=64, users=3, lengths=(33, 9, 0), num_sms=2),
+    "q_len_64_lengths": Case((0, 2, 2), 40, q_len=64, lengths=(33, 9, 0), num_sms=2),
     "q_len_33_gqa_split": Case((0,) * 3, 75, q_len=33, heads=(2, 1), config=SPLIT, num_sms=3),
     "one_user_wide": Case((0,) * 30, 33, q_len=5, users=1, config=WIDE, num_sms=2),
     # Heads that share a tile.
@@ -81,21 +81,20 @@ CASES = {
     "gqa_3_wide": Case((0, 0, 0, 1, 1), 40, q_len=7, heads=(3, 1), config=WIDE),
     "gqa_16_h128": Case((0, 1, 1), 40, q_len=2, heads=(16, 1), head_dim=128),
     # Lengths: none, out of range, less than a block.
-    "lengths": Case((0, 1, 1, 2, 3), 60, users=4, lengths=(0, 1000, -3, 17)),
+    "lengths": Case((0, 1, 1, 2, 3), 60, lengths=(0, 1000, -3, 17)),
     # Groups of heads that one CTA takes together.
     "bundles": Case((0, 0, 1, 2, 3, 4, 5), 20, users=8, heads=(4, 2), num_sms=1),
     "bundles_unsorted_lengths": Case(
-        (4, 0, 0, 2, 3, 4, 5), 20, users=8, heads=(2, 2), lengths=(9, 0, 20, 1, 2, 3, 4, 5)
+        (4, 0, 0, 2, 3, 4, 5), 20, heads=(2, 2), lengths=(9, 0, 20, 1, 2, 3, 4, 5)
     ),
     # Turns: odd and even numbers of blocks, items with and without them.
-    "turns": Case((0, 0, 1, 2, 3, 4), 75, users=5, lengths=(75, 60, 5, 0, 40), config=TURNS),
+    "turns": Case((0, 0, 1, 2, 3, 4), 75, lengths=(75, 60, 5, 0, 40), config=TURNS),
     "turns_wide": Case((0,) * 70 + (1,) * 3, 75, config=WIDE_TURNS, num_sms=2),
     # Blocks that hold the own tokens of a tile's candidates: users without keys, both consumers'
     # rows, columns of wide heads.
     "large_lengths": Case(
         (0,) * 70 + (1,) * 3 + (2,) * 2 + (3,),
         150,
-        users=4,
         lengths=(150, 0, 30, 70),
         config=LARGE,
         num_sms=2,
@@ -107,20 +106,13 @@ CASES = {
     # Parts of the keys.
     "split": Case((0, 0, 1), 75, config=SPLIT),
     "split_lengths_gqa": Case(
-        (0, 1, 1, 2),
-        90,
-        users=3,
-        q_len=3,
-        heads=(4, 2),
-        lengths=(0, 90, 20),
-        logit_cap=1.5,
-        config=SPLIT,
+        (0, 1, 1, 2), 90, q_len=3, heads=(4, 2), lengths=(0, 90, 20), logit_cap=1.5, config=SPLIT
     ),
     # An index that is not sorted.
     "unsorted": Case((1, 0, 0, 2, 1, 0, 0), 40, users=3, q_len=2, num_sms=2),
     "packed": Case((1, 0, 5, 2, 1, -1, 0), 40, users=3, q_len=5, heads=(6, 2), is_packed=True),
     "packed_split": Case(
-        (2, 0) * 20, 90, users=3, q_len=3, lengths=(0, 90, 20), config=SPLIT, is_packed=True
+        (2, 0) * 20, 90, q_len=3, lengths=(0, 90, 20), config=SPLIT, is_packed=True
     ),
     "falling": Case(tuple(range(39, -1, -1)), 20, users=40),
     # CTAs list their candidates: several tiles of a user, users without candidates, grouped heads,
@@ -132,7 +124,6 @@ CASES = {
     "listed_lengths_gqa_h96": Case(
         (3, 0, 1, 1, 3, 0),
         60,
-        users=4,
         q_len=3,
         heads=(8, 2),
         head_dim=96,
@@ -164,7 +155,6 @@ CASES = {
     "listed_bundles_split_gqa_lengths": Case(
         (3, 1, 1, 0, 3, 1),
         90,
-        users=4,
         q_len=3,
         heads=(8, 4),
         lengths=(0, 90, 20, 60),
@@ -212,17 +202,16 @@ CASES = {
         (1, 0, 0, 2, 1, 0, 0) * 5, 40, users=3, q_len=6, num_sms=2, exceeds_cache=True
     ),
     # Wide heads: each consumer has two blocks of columns; H = 192 has one that both have.
-    "h192_lengths": Case((0, 1, 1, 2, 3), 60, users=4, head_dim=192, lengths=(0, 1000, -3, 17)),
+    "h192_lengths": Case((0, 1, 1, 2, 3), 60, head_dim=192, lengths=(0, 1000, -3, 17)),
     "h256_gqa": Case((0, 0, 0, 1, 1), 40, q_len=7, heads=(8, 2), head_dim=256),
     "h192_split_rows_70": Case((0,) * 70 + (1,) * 3, 90, head_dim=192, config=SPLIT, num_sms=3),
     "h256_listed_split_lengths": Case(
-        (1, 0, 2, 0), 75, users=4, head_dim=256, lengths=(75, 9, 0, 4), config=SPLIT, lists=True
+        (1, 0, 2, 0), 75, head_dim=256, lengths=(75, 9, 0, 4), config=SPLIT, lists=True
     ),
     # Wide heads, 128 rows: each consumer has its rows and all columns; one has items of few rows.
     "h256_wide_rows_70_lengths": Case(
         (0,) * 70 + (1,) * 3 + (2,) * 9,
         75,
-        users=4,
         head_dim=256,
         lengths=(75, 20, 0, 9),
         config=WIDE,

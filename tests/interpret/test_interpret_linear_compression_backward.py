@@ -4,6 +4,7 @@ import dataclasses
 import functools
 from collections.abc import Sequence
 from typing import Any
+from unittest import mock
 
 import interpreter
 import jax
@@ -12,12 +13,10 @@ import numpy as np
 import problems
 import pytest
 
-from ikbo_jax.ops.linear_compression_backward import Gradients, kernel_vjp
+from ikbo_jax.ops import linear_compression_backward as op
+from ikbo_jax.ops.linear_compression_backward import Gradients
 from ikbo_jax.problems import LinearCompressionConfig
-from ikbo_jax.problems.linear_compression_backward import (
-    LinearCompressionBackwardConfig,
-    WeightGradientConfig,
-)
+from ikbo_jax.problems.linear_compression_backward import WeightGradientConfig, embedding_problem
 from ikbo_jax.reference import linear_compression as reference
 
 pytestmark = [pytest.mark.usefixtures("on_cpu"), pytest.mark.slow]
@@ -33,11 +32,6 @@ class Case(problems.CompressionCase):
 
     num_sms: int = 1
     dtypes: tuple[str | None, str | None, str | None] = (None, None, None)
-
-    @property
-    def config(self) -> LinearCompressionBackwardConfig:
-        levels = len(self.ks)
-        return LinearCompressionBackwardConfig((FORWARD,) * levels, WEIGHT)
 
     @property
     def launches(self) -> int:
@@ -73,10 +67,17 @@ CASES = {
 }
 
 
+def gradients(arrays: Sequence[Any], **options: Any) -> Gradients:
+    """Runs the kernels with small tiles."""
+    fn = functools.partial(op.kernel_vjp, config=WEIGHT, **options)
+    with mock.patch.object(op, "embedding_config", return_value=FORWARD):
+        # One program instead of one for each operation.
+        found: Gradients = jax.block_until_ready(jax.jit(fn)(*arrays))
+    return found
+
+
 def run(case: Case, arrays: Sequence[Any]) -> Gradients:
-    fn = functools.partial(kernel_vjp, config=case.config, num_sms=case.num_sms, dtypes=case.dtypes)
-    # One program instead of one for each operation.
-    d_weights, d_embeddings = jax.block_until_ready(jax.jit(fn)(*arrays))
+    d_weights, d_embeddings = gradients(arrays, num_sms=case.num_sms, dtypes=case.dtypes)
     assert {x.shape[0] for x in d_weights} == {1}
     return tuple(x[0] for x in d_weights), d_embeddings
 
@@ -107,7 +108,9 @@ def assert_correct(found: Gradients, arrays: Sequence[Any], case: Case) -> None:
 
 def check(case: Case) -> None:
     """Runs a case, interpreted or emulated, and holds its gradients to the error rule."""
-    assert case.config.illegal_reason(case.problem) is None
+    assert WEIGHT.illegal_reason(case.problem) is None
+    for level in range(len(case.ks)):
+        assert FORWARD.illegal_reason(embedding_problem(case.problem, level)) is None
     arrays = case.arrays()
     assert_correct(run(case, arrays), arrays, case)
 
@@ -161,11 +164,8 @@ def test_interpreted_embeddings_without_candidates_reach_no_gradient(name, launc
 def test_interpreted_problems_with_common_weights_have_gradients_of_their_own(launches) -> None:
     """Two problems in one batch: as if each was computed alone."""
     both = Case((4, 6), (24, 70), 24, 64, index=(0, 1, 0, 3, 2, 3), num_sms=3)
-    weights, embeddings, parents, cotangent = both.arrays()
-    fn = functools.partial(kernel_vjp, config=both.config, num_sms=3, problems=2)
-    d_weights, d_embeddings = jax.block_until_ready(
-        jax.jit(fn)(weights, embeddings, parents, cotangent)
-    )
+    weights, embeddings, parents, cotangent = arrays = both.arrays()
+    d_weights, d_embeddings = gradients(arrays, num_sms=3, problems=2)
     launches.assert_no_races(both.launches)
     for problem in range(2):
         users, cands = slice(2 * problem, 2 * problem + 2), slice(3 * problem, 3 * problem + 3)

@@ -15,9 +15,14 @@ import pytest
 from ikbo_jax.pallas.hopper import mosaic
 from ikbo_jax.pallas.linear.gated_linear import gated_linear_kernel
 from ikbo_jax.pallas.linear.norm_linear import norm_linear_kernel
-from ikbo_jax.problems.gated_linear import NO_NORM, GatedLinearConfig, GatedLinearProblem
 from ikbo_jax.problems.hopper import WGMMA_M
-from ikbo_jax.problems.norm_linear import NormLinearConfig, NormLinearProblem
+from ikbo_jax.problems.norm_linear import (
+    NO_NORM,
+    GatedLinearConfig,
+    GatedLinearProblem,
+    NormLinearConfig,
+    NormLinearProblem,
+)
 from ikbo_jax.reference import norm_linear as reference
 
 pytestmark = [pytest.mark.usefixtures("on_cpu"), pytest.mark.slow]

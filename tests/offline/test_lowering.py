@@ -90,9 +90,7 @@ def compress(w_cand, w_user, e_cand, e_user, index):
 
 def act(query, key, value, offsets, activation="gelu"):
     return ikbo.gdpa(
-        *(query, key, value, offsets, offsets),
-        activation=activation,
-        implementation="mosaic_gpu",
+        *(query, key, value, offsets, offsets), activation=activation, implementation="mosaic_gpu"
     )
 
 

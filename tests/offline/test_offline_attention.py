@@ -200,14 +200,15 @@ def few(
     head_dim: int,
     config: FewConfig,
     heads: tuple[int, int] = (4, 4),
+    sizes: tuple[int, int, int, int] = (1024, 16, 1, 512),
     *,
     with_options: bool = True,
     lists: bool = False,
     bundle: int = 1,
     **changes: Any,
 ) -> Case:
-    """A case of the kernel for few queries; `changes` are fields of its problem."""
-    default = AttentionProblem(1024, 16, 1, 512, *heads, head_dim, "bfloat16")
+    """A case of the kernel for few queries, of B, U, T, S, with changes of the problem's fields."""
+    default = AttentionProblem(*sizes, *heads, head_dim, "bfloat16")
     case = Case(dataclasses.replace(default, **changes), config, lists=lists, bundle=bundle)
     return every_option(case) if with_options else case
 
@@ -219,9 +220,7 @@ FEW = {
     "h64_split": few(64, FewConfig(splits=4)),
     "h64_turns": few(64, FewConfig(128, 1, 128, 4, 4, turns=True)),
     "h128_blocks_of_64": few(128, FewConfig(64, 2, 64, 4, 4), with_options=False),
-    "h64_one_user_t64": few(
-        64, FewConfig(64, 1, 128, 5, 5, 4), (1, 1), batch=69, users=1, q_len=64, kv_len=128
-    ),
+    "h64_one_user_t64": few(64, FewConfig(64, 1, 128, 5, 5, 4), (1, 1), (69, 1, 64, 128)),
     "h64_f16_gqa": few(64, FewConfig(), (8, 2), q_len=5, dtype="float16"),
     "h96": few(96, FewConfig(block_kv=64)),
     "h128_wide": few(128, FewConfig(128, 1, 64, 4, 3)),
@@ -232,64 +231,39 @@ FEW = {
     "h256_capped": few(256, FewConfig(64, 1, 64, 2, 2), has_logit_cap=True),
     "h128_gqa_plain": few(128, FewConfig(64, 2, 32, 5, 5), (8, 2), with_options=False),
     # Keys and values that L2 does not hold: a user's row slots are neighbours.
-    "h128_wide_neighbours": few(
-        128, FewConfig(128, 1, 64, 3, 3), batch=7918, users=565, q_len=8, kv_len=768
-    ),
+    "h128_wide_neighbours": few(128, FewConfig(128, 1, 64, 3, 3), (4, 4), (7918, 565, 8, 768)),
     "h64_wide_turns_neighbours": few(
         64,
         FewConfig(128, 1, 128, 5, 5, turns=True),
         (8, 8),
+        (947, 63, 4, 10880),
         with_options=False,
-        batch=947,
-        users=63,
-        q_len=4,
-        kv_len=10880,
     ),
-    "h128_gqa_split_neighbours": few(
-        128, FewConfig(64, 2, 64, 4, 4), (8, 2), batch=700, users=300, q_len=8, kv_len=4096
-    ),
+    "h128_gqa_split_neighbours": few(128, FewConfig(64, 2, 64, 4, 4), (8, 2), (700, 300, 8, 4096)),
     "h64_listed_gqa": few(
         64,
         FewConfig(128, 1, 128, 4, 4, 4),
         (2, 1),
+        (4723, 98, 1, 172),
         with_options=False,
         lists=True,
-        batch=4723,
-        users=98,
-        kv_len=172,
     ),
     "h64_listed_most": few(64, FewConfig(128, 2), (1, 1), lists=True, batch=16384, users=16),
     "h128_listed": few(128, FewConfig(64, 1, 128, 2, 2), (1, 1), lists=True, users=99),
     "h96_listed_gqa_split": few(
-        96,
-        FewConfig(64, 2, 64, 5, 5),
-        (8, 2),
-        lists=True,
-        bundle=2,
-        q_len=3,
-        batch=120,
-        users=60,
+        96, FewConfig(64, 2, 64, 5, 5), (8, 2), lists=True, bundle=2, q_len=3, batch=120, users=60
     ),
     # One listing serves all heads, or half of them.
     "h64_listed_bundles": few(
         64,
         FewConfig(64, 1, 128, 5, 5, 4),
+        sizes=(4000, 159, 1, 99),
         with_options=False,
         lists=True,
         bundle=2,
-        batch=4000,
-        users=159,
-        kv_len=99,
     ),
     "h128_listed_bundles": few(
-        128,
-        FewConfig(64, 1, 64, 4, 4),
-        (8, 8),
-        lists=True,
-        bundle=8,
-        batch=2800,
-        users=54,
-        kv_len=100,
+        128, FewConfig(64, 1, 64, 4, 4), (8, 8), (2800, 54, 1, 100), lists=True, bundle=8
     ),
     "h192": few(192, FewConfig(64, 1, 64, 3, 3)),
     "h192_split": few(192, FewConfig(64, 2, 32, 5, 5), with_options=False),

@@ -27,20 +27,9 @@ from ikbo_jax.tuning import table_rows
 
 pytestmark = pytest.mark.slow
 
+ROWS = 1152 * 1024
 DEFAULT = GdpaProblem(
-    batch=1152,
-    batch_kv=1152,
-    q_rows=1152 * 1024,
-    kv_rows=1152 * 1024,
-    q_heads=4,
-    kv_heads=4,
-    head_dim=128,
-    dtype="bfloat16",
-    activations=("gelu_tanh",),
-    approx=None,
-    broadcast_q=False,
-    max_seqlen_q=None,
-    max_seqlen_kv=None,
+    *(1152, 1152, ROWS, ROWS, 4, 4, 128, "bfloat16"), ("gelu_tanh",), None, False, None, None
 )
 NUM_SMS = 132
 SCALES = (0.125, 0.5)

@@ -69,11 +69,7 @@ CHOSEN = (
 
 def problem_of(head_dim: int, activation: str, sizes: str, dtype: str = "bfloat16") -> GdpaProblem:
     return dataclasses.replace(
-        forward.DEFAULT,
-        head_dim=head_dim,
-        activations=(activation,),
-        dtype=dtype,
-        **CLASSES[sizes],
+        forward.DEFAULT, head_dim=head_dim, activations=(activation,), dtype=dtype, **CLASSES[sizes]
     )
 
 

@@ -15,9 +15,7 @@ from test_offline_compile import launch as forward_launch
 from ikbo_jax.ops.linear_compression_backward import kernel_vjp
 from ikbo_jax.problems import LinearCompressionBackwardProblem, LinearCompressionProblem, memory
 from ikbo_jax.problems import linear_compression_backward as configs
-from ikbo_jax.problems.linear_compression_backward import (
-    WeightGradientConfig,
-)
+from ikbo_jax.problems.linear_compression_backward import WeightGradientConfig
 from ikbo_jax.tuning import table_rows
 
 pytestmark = pytest.mark.slow
@@ -66,12 +64,11 @@ def test_offline_kernels_are_fit(name: str, compiler: offline.Compiler) -> None:
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_offline_weight_kernel_of_every_kind(name: str, compiler: offline.Compiler) -> None:
-    problem, weight = dataclasses.replace(DEFAULT, batches=(1024,), ks=(866,)), CONFIGS[name]
-    config = dataclasses.replace(configs.default_config(problem), weight=weight)
+    problem, config = dataclasses.replace(DEFAULT, batches=(1024,), ks=(866,)), CONFIGS[name]
     assert config.illegal_reason(problem) is None
     kernel, _ = compiler.compile_fit(*launch(problem, config))
     assert kernel.name == "ikbo_linear_compression_d_weight"
-    assert kernel.smem_bytes == memory.smem_bytes(weight.shared)
+    assert kernel.smem_bytes == memory.smem_bytes(config.shared)
 
 
 def rows_and_candidates() -> dict[str, tuple[LinearCompressionBackwardProblem, Any]]:
@@ -92,7 +89,6 @@ CHOICES = rows_and_candidates()
 
 @pytest.mark.parametrize("name", CHOICES)
 def test_offline_choices_of_table_and_tuner_are_fit(name: str, compiler: offline.Compiler) -> None:
-    problem, weight = CHOICES[name]
+    problem, config = CHOICES[name]
     forward = LinearCompressionProblem(**dataclasses.asdict(problem))
-    config = dataclasses.replace(configs.default_config(problem), weight=weight)
     compiler.compile_fit(*launch(forward, config))

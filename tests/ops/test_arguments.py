@@ -123,22 +123,11 @@ def test_bad_array_raises_and_names_both_values(op: str, name: str) -> None:
     changes, message = OPS[op].refusals[name]
     with pytest.raises(ValueError, match=re.escape(message)):
         OPS[op].call(**changes)
-
-
-TRACED = {
-    "attention": ["query_width", "b", "lengths_of_candidates", "no_users"],
-    "gdpa": ["query_width", "batches", "index_size"],
-    "linear_compression": ["k_cand", "b", "index_unsigned", "no_users"],
-}
-
-
-@pytest.mark.parametrize(("op", "name"), [(op, name) for op, x in TRACED.items() for name in x])
-def test_bad_array_raises_while_tracing(op: str, name: str) -> None:
-    changes, message = OPS[op].refusals[name]
-    arrays = OPS[op].call.keywords | changes
-    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), arrays)
-    with pytest.raises(ValueError, match=re.escape(message)):
-        jax.eval_shape(lambda arrays: OPS[op].call(**arrays), shapes)
+    # While tracing, too, where arrays are what is wrong; JAX then knows no float64.
+    if name != "f64" and all(hasattr(x, "shape") for x in changes.values()):
+        arrays = OPS[op].call.keywords | changes
+        with pytest.raises(ValueError, match=re.escape(message)):
+            jax.eval_shape(lambda arrays: OPS[op].call(**arrays), arrays)
 
 
 SCALES = {

@@ -149,10 +149,7 @@ def test_value_and_gradients_are_within_the_error_rule(name: str, dtype: str) ->
     @jax.jit
     def both(*floats):
         each = []
-        for run in (
-            ours,
-            lambda arrays: oracle_attention.materialised(*arrays, scale=SCALE),
-        ):
+        for run in (ours, lambda arrays: oracle_attention.materialised(*arrays, scale=SCALE)):
             results, pull_back = jax.vjp(
                 lambda *x, run=run: run(problems.AttentionInputs(*x, *inputs[3:])), *floats
             )

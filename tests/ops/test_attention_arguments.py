@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import problems
 import pytest
 import refusals
-from refusals import of_rank, ones
+from refusals import misfit, not_int32, of_list, of_rank, ones
 
 import ikbo_jax as ikbo
 from ikbo_jax.problems import AttentionConfig
@@ -23,46 +23,27 @@ BF16 = jnp.bfloat16
 
 OWN = ones(7, 3, 2, 8)
 
+
+def own(message: str, key: jax.Array = OWN, value: jax.Array = OWN) -> refusals.Refusal:
+    return {"self_key": key, "self_value": value}, message
+
+
 BAD_ARRAYS = {
     "query_rank": of_rank("query", "[B, T, N, H]", ones(7, 2, 8)),
     "key_rank": of_rank("key", "[U, S, K, H]", ones(3, 5, 8)),
     "value_rank": of_rank("value", "[U, S, K, H]", ones(3, 5, 2, 8, 1)),
-    "not_an_array": (
-        {"value": [[[[1.0]]]]},
-        "value must be an array of shape [U, S, K, H], but is a list",
-    ),
+    "not_an_array": of_list("value", "[U, S, K, H]"),
     "key_and_value_users": ({"value": ones(4, 5, 2, 8)}, "key has U=3 but value has U=4"),
     "key_and_value_lengths": ({"value": ones(3, 6, 2, 8)}, "key has S=5 but value has S=6"),
     **refusals.of_heads((7, 2), (3, 5)),
     **refusals.of_indices("query"),
-    "lengths_of_candidates": (
-        {"key_value_seq_lengths": jnp.zeros(7, jnp.int32)},
-        "key_value_seq_lengths has shape (7,) but key has U=3",
-    ),
-    "lengths_rank": (
-        {"key_value_seq_lengths": jnp.zeros((3, 5), jnp.int32)},
-        "key_value_seq_lengths has shape (3, 5) but key has U=3",
-    ),
-    "lengths_float": (
-        {"key_value_seq_lengths": jnp.zeros(3, jnp.float32)},
-        "key_value_seq_lengths must be an int32 array, but is float32[3]",
-    ),
-    "lengths_list": (
-        {"key_value_seq_lengths": [1, 2, 3]},
-        "key_value_seq_lengths must be an int32 array, but is a list",
-    ),
-    "ranges_float": (
-        {"key_value_ranges": jnp.zeros((7, 2), jnp.float32)},
-        "key_value_ranges must be an int32 array, but is float32[7, 2]",
-    ),
-    "ranges_of_others": (
-        {"key_value_ranges": jnp.zeros((6, 2), jnp.int32)},
-        "key_value_ranges has shape (6, 2) but query has B=7",
-    ),
-    "ranges_rank": (
-        {"key_value_ranges": jnp.zeros(7, jnp.int32)},
-        "key_value_ranges has shape (7,) but query has B=7",
-    ),
+    "lengths_of_candidates": misfit("key_value_seq_lengths", (7,), "key has U=3"),
+    "lengths_rank": misfit("key_value_seq_lengths", (3, 5), "key has U=3"),
+    "lengths_float": not_int32("key_value_seq_lengths", jnp.zeros(3, jnp.float32)),
+    "lengths_list": not_int32("key_value_seq_lengths", [1, 2, 3]),
+    "ranges_float": not_int32("key_value_ranges", jnp.zeros((7, 2), jnp.float32)),
+    "ranges_of_others": misfit("key_value_ranges", (6, 2), "query has B=7"),
+    "ranges_rank": misfit("key_value_ranges", (7,), "query has B=7"),
     **refusals.of_dtypes(ARRAYS, "query", ["key", "value", "query", "key", "value"]),
     "no_users": (
         {"key": ones(0, 5, 2, 8), "value": ones(0, 5, 2, 8)},
@@ -78,26 +59,11 @@ BAD_ARRAYS = {
         "self_key and self_value go together, but self_key is None and self_value is bfloat16",
     ),
     "self_rank": of_rank("self_key", "[B, T_self, K, H]", OWN[:, 0], self_value=OWN),
-    "self_of_users": (
-        {"self_key": ones(3, 3, 2, 8), "self_value": OWN},
-        "query has B=7 but self_key has B=3",
-    ),
-    "self_heads": (
-        {"self_key": ones(7, 3, 4, 8), "self_value": OWN},
-        "key has K=2 but self_key has K=4",
-    ),
-    "self_width": (
-        {"self_key": OWN, "self_value": ones(7, 3, 2, 4)},
-        "query has H=8 but self_value has H=4",
-    ),
-    "self_lengths": (
-        {"self_key": OWN, "self_value": OWN[:, :2]},
-        "self_key has T_self=3 but self_value has T_self=2",
-    ),
-    "self_dtype": (
-        {"self_key": OWN, "self_value": OWN.astype(jnp.float16)},
-        "query is bfloat16 but self_value is float16",
-    ),
+    "self_of_users": own("query has B=7 but self_key has B=3", key=ones(3, 3, 2, 8)),
+    "self_heads": own("key has K=2 but self_key has K=4", key=ones(7, 3, 4, 8)),
+    "self_width": own("query has H=8 but self_value has H=4", value=ones(7, 3, 2, 4)),
+    "self_lengths": own("self_key has T_self=3 but self_value has T_self=2", value=OWN[:, :2]),
+    "self_dtype": own("query is bfloat16 but self_value is float16", value=OWN.astype(jnp.float16)),
 }
 
 

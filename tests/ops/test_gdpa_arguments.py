@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import refusals
-from refusals import of_rank, ones
+from refusals import misfit, not_int32, of_list, of_rank, ones
 
 import ikbo_jax as ikbo
 from ikbo_jax.problems import GdpaConfig
@@ -31,31 +31,19 @@ ARRAYS = {
 BAD_ARRAYS = {
     "query_rank": of_rank("query", "[total_q, N, H]", ones(7, 8)),
     "key_rank": of_rank("key", "[total_kv, K, H]", ones(1, 5, 2, 8)),
-    "not_an_array": (
-        {"value": [[[1.0]]]},
-        "value must be an array of shape [total_kv, K, H], but is a list",
-    ),
+    "not_an_array": of_list("value", "[total_kv, K, H]"),
     "rows": ({"value": ones(6, 2, 8)}, "key has total_kv=5 but value has total_kv=6"),
     **refusals.of_heads((7,), (5,)),
     **refusals.of_dtypes(ARRAYS, "query", ["key", "key", "query", "key", "value"]),
-    "offsets_list": (
-        {"cu_seqlens_q": [0, 3, 7]},
-        "cu_seqlens_q must be an int32 array, but is a list",
-    ),
+    "offsets_list": not_int32("cu_seqlens_q", [0, 3, 7]),
     "offsets_rank": of_rank("cu_seqlens_q", "[batch + 1]", ints(0, 3, 7)[None]),
     "offsets_empty": of_rank("cu_seqlens_kv", "[batch_kv + 1]", ints()),
     "batches": (
         {"cu_seqlens_kv": ints(0, 2, 3, 5)},
         "cu_seqlens_q has batch=2 sequences but cu_seqlens_kv has batch_kv=3; pass q_to_kv",
     ),
-    "index_size": (
-        {"q_to_kv": ints(0, 1, 1)},
-        "q_to_kv has shape (3,) but cu_seqlens_q has batch=2",
-    ),
-    "index_dtype": (
-        {"q_to_kv": jnp.zeros(2, jnp.uint32)},
-        "q_to_kv must be an int32 array, but is uint32[2]",
-    ),
+    "index_size": misfit("q_to_kv", (3,), "cu_seqlens_q has batch=2"),
+    "index_dtype": not_int32("q_to_kv", jnp.zeros(2, jnp.uint32)),
     "nothing_to_index": (
         {"q_to_kv": ints(0, 0), "cu_seqlens_kv": ints(0)},
         "cu_seqlens_kv has no sequences, shape (1,), but q_to_kv has batch=2",
@@ -64,9 +52,8 @@ BAD_ARRAYS = {
         {"broadcast_q": True},
         "so cu_seqlens_q must be None, but is int32[3]",
     ),
-    "broadcast_index_dtype": (
-        {"broadcast_q": True, "cu_seqlens_q": None, "q_to_kv": jnp.zeros(2, jnp.float32)},
-        "q_to_kv must be an int32 array, but is float32[2]",
+    "broadcast_index_dtype": not_int32(
+        "q_to_kv", jnp.zeros(2, jnp.float32), broadcast_q=True, cu_seqlens_q=None
     ),
     "broadcast_index_rank": of_rank(
         "q_to_kv", "[batch]", ints(0, 0)[:, None], broadcast_q=True, cu_seqlens_q=None
@@ -82,6 +69,7 @@ KNOWN = (
     "known: 'identity', 'relu', 'leaky_relu', 'relu_squared', 'gelu', 'gelu_tanh', 'silu', "
     "'hardswish', 'softmax'"
 )
+NO_BOUND = "must be an integer of at least 0, known while tracing, but is"
 BAD_OPTIONS = {
     "activation": ({"activation": "swish"}, f"unknown activation 'swish'; {KNOWN}"),
     "activation_none": ({"activation": None}, f"unknown activation None; {KNOWN}"),
@@ -102,27 +90,15 @@ BAD_OPTIONS = {
         {"approx": "tanh", "activation": ("gelu", "relu", "gelu", "relu")},
         "approx='tanh' applies to gelu_tanh and silu, but activation is gelu, relu",
     ),
-    "max_q_negative": (
-        {"max_seqlen_q": -1},
-        "max_seqlen_q must be an integer of at least 0, known while tracing, but is -1",
-    ),
-    "max_kv_float": (
-        {"max_seqlen_kv": 4.0},
-        "max_seqlen_kv must be an integer of at least 0, known while tracing, but is 4.0",
-    ),
-    "max_kv_bool": (
-        {"max_seqlen_kv": True},
-        "max_seqlen_kv must be an integer of at least 0, known while tracing, but is True",
-    ),
+    "max_q_negative": ({"max_seqlen_q": -1}, f"max_seqlen_q {NO_BOUND} -1"),
+    "max_kv_float": ({"max_seqlen_kv": 4.0}, f"max_seqlen_kv {NO_BOUND} 4.0"),
+    "max_kv_bool": ({"max_seqlen_kv": True}, f"max_seqlen_kv {NO_BOUND} True"),
     "scales": (
         {"output_scale": np.ones(3, np.float32)},
         "output_scale has shape (3,) but the queries have",
     ),
     "scales_f64": ({"output_scale": np.ones(2)}, "a number or a float32 array, but is float64[2]"),
-    "scales_rank": (
-        {"output_scale": np.ones((2, 1), np.float32)},
-        "output_scale has shape (2, 1)",
-    ),
+    "scales_rank": ({"output_scale": np.ones((2, 1), np.float32)}, "output_scale has shape (2, 1)"),
     "cap_zero": ({"logit_cap": 0.0}, "logit_cap must be above 0 in float32, but is 0.0"),
     "cap_negative": ({"logit_cap": -3}, "logit_cap must be above 0 in float32, but is -3"),
     "cap_nan": ({"logit_cap": np.nan}, "logit_cap must be a finite number, but is nan"),

@@ -39,7 +39,7 @@ def norm(x: np.ndarray, weight: Any, bias: Any) -> np.ndarray:
     return normed("layer", x, 1e-6) * weight + bias
 
 
-def formula(d, h, activations, group_norm, mask, kept=(1, 1, 1), **p) -> np.ndarray:  # fmt: skip
+def formula(d, h, activations, group_norm, mask, **p) -> np.ndarray:
     """The layer as it is published, sequence by sequence."""
     x, ends = p["x"], np.cumsum(LENGTHS)
     rows = norm(x, p.get("input_norm_weight", 1), p.get("input_norm_bias", 0))
@@ -59,7 +59,7 @@ def formula(d, h, activations, group_norm, mask, kept=(1, 1, 1), **p) -> np.ndar
         normed = norm(a, *(np.reshape(y, (-1, 1)) for y in (weight, bias)))
     else:
         normed = norm(a.reshape(TOTAL, -1), weight, bias).reshape(a.shape)
-    both = [y.reshape(TOTAL, -1) * m for y, m in zip((u, a, u * normed), kept, strict=True)]
+    both = [y.reshape(TOTAL, -1) for y in (u, a, u * normed)]
     both = both if len(p["output_weight"]) == 3 * N * h else both[2:]
     return x + np.concatenate(both, axis=1) @ p["output_weight"]
 
@@ -239,28 +239,18 @@ def test_wrong_arguments_are_named_with_both_values() -> None:
     without = {key: x for key, x in held.items() if key != "uvqk_weight"}
     head, offsets = jnp.ones((4, N, 3)), jnp.asarray([0, 2, 4, 4], jnp.int32)
 
-    def cached(*cache: Any) -> Any:
-        return layer(held, cache=HstuCache(*cache))
-
+    rounded = head.astype("bfloat16")
+    for cache, message in (
+        (HstuCache(head, head, offsets[:2]), "cache.cu_seqlens has batch=1 but cu_seqlens h"),
+        (HstuCache(head, head[:3], offsets), "cache.key has total=4 but cache.value has total"),
+        (HstuCache(head[:, :1], head, offsets), r"cache.key is float32\[4, 1, 3\] but the laye"),
+        (HstuCache(head, rounded, offsets), r"cache.value is bfloat16\[4, 2, "),
+        (HstuCache(None, head, offsets), r"cache.key must be an array of shape \[total, N, H"),
+        ((head, head, offsets), "cache must be an HstuCache, but is a tu"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            layer(held, cache=cache)
     for call, message in (
-        (lambda: cached(head, head, offsets[:2]), "cache.cu_seqlens has batch=1 but cu_seqlens h"),
-        (
-            lambda: cached(head, head[:3], offsets),
-            "cache.key has total=4 but cache.value has total",
-        ),
-        (
-            lambda: cached(head[:, :1], head, offsets),
-            r"cache.key is float32\[4, 1, 3\] but the laye",
-        ),
-        (
-            lambda: cached(head, head.astype("bfloat16"), offsets),
-            r"cache.value is bfloat16\[4, 2, ",
-        ),
-        (lambda: cached(None, head, offsets), r"cache.key must be an array of shape \[total, N, H"),
-        (
-            lambda: layer(held, cache=(head, head, offsets)),
-            "cache must be an HstuCache, but is a tu",
-        ),
         (lambda: layer(held, return_cache="no"), "return_cache must be a bool known while tracing"),
         (lambda: layer(held | {"uvqk_bias": head}), "HSTU takes no parameter 'uvqk_bias'; known:"),
         (lambda: hstu_layer(None, head, CU, num_heads=N), "params must be a mapping from names to"),

@@ -1,19 +1,19 @@
 """Bad arguments of the public ops: what is raised, before any compute, and what it says."""
 
 import re
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import problems
 import pytest
 import refusals
-from refusals import of_rank, ones
+from refusals import of_list, of_rank, ones
 
 import ikbo_jax as ikbo
 
 # B=7, U=3, M=10, K_cand=5, K_user=11, N=8
 INPUTS = problems.make_inputs(problems.LinearCompressionShape(3, 7, 10, 11, 5, 8))
-BF16 = jnp.bfloat16
 
 
 ARRAYS = INPUTS._asdict()
@@ -22,10 +22,7 @@ BAD_ARRAYS = {
     "w_user_rank": of_rank("w_user", "[M, K_user]", ones(1, 10, 11)),
     "e_cand_rank": of_rank("e_cand", "[B, K_cand, N]", ones(5, 8)),
     "e_user_rank": of_rank("e_user", "[U, K_user, N]", ones(11, 8)),
-    "not_an_array": (
-        {"e_user": [[[1.0]]]},
-        "e_user must be an array of shape [U, K_user, N], but is a list",
-    ),
+    "not_an_array": of_list("e_user", "[U, K_user, N]"),
     "k_cand": ({"w_cand": ones(10, 4)}, "w_cand has K=4 but e_cand has K=5"),
     "k_user": ({"e_user": ones(3, 12, 8)}, "w_user has K=11 but e_user has K=12"),
     "m": ({"w_cand": ones(9, 5)}, "w_user has M=10 but w_cand has M=9"),
@@ -42,7 +39,13 @@ BAD_ARRAYS = {
 WEIGHT = ones(10, 4)
 TERM = ikbo.Term(WEIGHT, ones(3, 4, 8))
 CHILD = ikbo.Term(WEIGHT, ones(6, 4, 8), jnp.zeros(6, jnp.int32))
-BAD_TERMS = {
+
+
+def child(weight: jax.Array, message: str) -> tuple[list[ikbo.Term], str]:
+    return [TERM, CHILD._replace(weight=weight)], message
+
+
+BAD_TERMS: dict[str, tuple[Any, str]] = {
     "none": ([], "terms must hold at least 1 Term, but holds 0"),
     "no_sequence": (None, "terms must be a sequence of Term, coarsest level first, but is None"),
     "one_term": (TERM, "coarsest level first, but is one Term"),
@@ -68,21 +71,14 @@ BAD_TERMS = {
         [TERM._replace(weight=WEIGHT[0])],
         "terms[0].weight must have shape [M, K], but has shape (4,)",
     ),
-    "k": (
-        [TERM, CHILD._replace(weight=ones(10, 5))],
-        "terms[1].weight has K=5 but terms[1].embedding has K=4",
-    ),
-    "m": (
-        [TERM, CHILD._replace(weight=ones(11, 4))],
-        "terms[0].weight has M=10 but terms[1].weight has M=11",
-    ),
+    "k": child(ones(10, 5), "terms[1].weight has K=5 but terms[1].embedding has K=4"),
+    "m": child(ones(11, 4), "terms[0].weight has M=10 but terms[1].weight has M=11"),
     "n": (
         [TERM, CHILD._replace(embedding=ones(6, 4, 9))],
         "terms[0].embedding has N=8 but terms[1].embedding has N=9",
     ),
-    "mixed": (
-        [TERM, CHILD._replace(weight=ones(10, 4, dtype=jnp.float32))],
-        "terms[0].weight is bfloat16 but terms[1].weight is float32",
+    "mixed": child(
+        WEIGHT.astype(jnp.float32), "terms[0].weight is bfloat16 but terms[1].weight is float32"
     ),
     "empty_middle": (
         [TERM, CHILD._replace(embedding=CHILD.embedding[:0], parent=CHILD.parent[:0]), CHILD],

@@ -52,11 +52,7 @@ def executions(jaxpr: Any) -> Iterator[str]:
         ("gdpa", gdpa("softmax"), ("ikbo_gdpa_out", "ikbo_gdpa_lse")),
         ("gdpa", gdpa("silu"), ("ikbo_gdpa_out",)),
         ("attention", attention, ("ikbo_attention_out", "ikbo_attention_lse")),
-        (
-            "norm_linear",
-            norm_linear,
-            ("ikbo_norm_linear_out", "ikbo_norm_linear_projection"),
-        ),
+        ("norm_linear", norm_linear, ("ikbo_norm_linear_out", "ikbo_norm_linear_projection")),
     ],
     ids=["softmax", "silu", "attention", "norm_linear"],
 )

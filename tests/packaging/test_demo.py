@@ -19,7 +19,7 @@ from test_cli import TINY, TINY_SIZES
 
 import ikbo_jax as ikbo
 from ikbo_jax import cli, demo, demo_attention, demo_ranking
-from ikbo_jax._timing import executables, programs
+from ikbo_jax._timing import programs
 from ikbo_jax._timing.programs import Programs
 from ikbo_jax.models import ranking
 
@@ -122,24 +122,24 @@ def test_a_cache_that_the_user_chose_is_the_only_one(tmp_path):
     chosen, folder = str(tmp_path / "chosen"), tmp_path / "programs"
     jax.config.update("jax_compilation_cache_dir", chosen)
     try:
-        with executables.use_store(folder, []) as reason:
+        with programs.use_store(folder, []) as reason:
             assert reason is None
-            assert executables.current_store() is None
+            assert programs.current_store() is None
             assert jax.config.jax_compilation_cache_dir == chosen
     finally:
         jax.config.update("jax_compilation_cache_dir", None)
     assert not folder.exists()
-    with executables.use_store(folder, []) as reason:
+    with programs.use_store(folder, []) as reason:
         assert reason is None
-        assert executables.current_store() is not None
+        assert programs.current_store() is not None
 
 
 def test_a_folder_that_cannot_be_made_is_said_and_not_fatal(tmp_path):
     (tmp_path / "file").touch()
-    with executables.use_store(tmp_path / "file" / "programs", []) as reason:
+    with programs.use_store(tmp_path / "file" / "programs", []) as reason:
         assert "not kept for the next time" in reason
         assert str(tmp_path / "file") in reason
-        assert executables.current_store() is None
+        assert programs.current_store() is None
 
 
 @pytest.mark.slow
@@ -161,8 +161,8 @@ def test_programs_load_again_after_a_change_that_leaves_them_alike(tmp_path, mon
     monkeypatch.setattr(demo, "ROUNDS", 1)
     monkeypatch.setattr(demo, "WINDOW_S", 1e-3)
     assert first_words() == {"compiling"}
-    real = executables.environment_digest
-    monkeypatch.setattr(executables, "environment_digest", lambda tables: b"new" + real(tables))
+    real = programs.environment_digest
+    monkeypatch.setattr(programs, "environment_digest", lambda tables: b"new" + real(tables))
     assert first_words() == {"compiling"}
     assert first_words() == {"loading"}
 
@@ -191,7 +191,7 @@ def triple(x):
 def run_once(folder, *, identity="part", size=4, table=None) -> list[str]:
     """Runs a part with one program; returns what it said."""
     said: list[str] = []
-    with executables.use_store(folder, [] if table is None else [table]):
+    with programs.use_store(folder, [] if table is None else [table]):
         mine = Programs(said.append, identity=identity)
         shapes = mine.add("triple", triple, jax.ShapeDtypeStruct((size,), jnp.float32))
         assert shapes["tripled"].shape == (size,)
@@ -246,7 +246,7 @@ def empty(path: pathlib.Path) -> None:
 
 def unloadable(path: pathlib.Path) -> None:
     """An entry that reads well and whose program no loader takes."""
-    store = executables.Store(path.parent, b"")
+    store = programs.Store(path.parent, b"")
     shapes, (_, *trees) = store.get(path.name)
     store.put(path.name, (shapes, (b"no program", *trees)))
 
@@ -269,15 +269,15 @@ def test_a_folder_that_cannot_be_written_is_not_fatal(tmp_path):
 
 
 def test_the_least_recently_used_goes_first(tmp_path, monkeypatch):
-    monkeypatch.setattr(executables, "MAX_FILES", 2)
-    store = executables.Store(tmp_path, b"")
+    monkeypatch.setattr(programs, "MAX_FILES", 2)
+    store = programs.Store(tmp_path, b"")
     for age, key in ((30, "a"), (20, "b")):
         store.put(key, key)
         os.utime(tmp_path / key, (1e9 - age, 1e9 - age))
     assert store.get("a") == "a"
     store.put("c", "c")
     assert [store.get(key) for key in "abc"] == ["a", None, "c"]
-    monkeypatch.setattr(executables, "MAX_BYTES", 1)
+    monkeypatch.setattr(programs, "MAX_BYTES", 1)
     store.put("d", "d")
     assert not list(tmp_path.iterdir())
 

@@ -6,9 +6,9 @@ import re
 import subprocess
 import sys
 
+import case_sample
 import pytest
 import session_costs
-import suites
 from processes import child_environment
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -185,11 +185,11 @@ def test_a_wrong_part_is_refused(tmp_path: pathlib.Path) -> None:
     assert "--share is 3/2, expected 1/2 to 2/2" in output
     for text in ("0/2", "1/10", "1", "", "1/2/2"):
         with pytest.raises(pytest.UsageError, match=f"--share is {text}, expected 1/2 to 2/2"):
-            suites.numbered_share(text, 2)
+            case_sample.numbered_share(text, 2)
 
 
 def test_the_shares_of_this_suite_overlap_nowhere() -> None:
-    names = [name for share in suites.read_shares(ROOT / suites.SHARES) for name in share]
+    names = [name for share in case_sample.read_shares(ROOT / case_sample.SHARES) for name in share]
     assert [x for x, count in collections.Counter(names).items() if count > 1] == []
 
 

@@ -27,7 +27,6 @@ MODES = {
     "pma": Shape(4, (13, 0, 3), after=1),
     "pma_indexed": SHAPES["pma_indexed"],
 }
-KINDS = tuple(problems_masks.cases(MODES["self"]))
 
 
 def interval_mask(found: np.ndarray, length: int) -> np.ndarray:

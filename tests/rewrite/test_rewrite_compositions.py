@@ -370,10 +370,7 @@ def test_checks_see_the_program(outer: Callable[..., Any]) -> None:
 @pytest.mark.usefixtures("new_objects_alone")
 @pytest.mark.parametrize(
     ("model", "order"),
-    [
-        *itertools.product(MODELS, OF_VMAP),
-        *itertools.product(OF_CALLS, [(), ("grad",), ("jvp",)]),
-    ],
+    [*itertools.product(MODELS, OF_VMAP), *itertools.product(OF_CALLS, [(), ("grad",), ("jvp",)])],
 )
 def test_no_variant_holds_tracers(model: str, order: tuple[str, ...]) -> None:
     fn = functools.partial(EVERY[model])

@@ -41,8 +41,21 @@ ATTENTION = {
     "values of others": "jnp.einsum('bnts,bsnh->btnh', softmax(L(q)), v[i[::-1]])",
     "positions in another order": "mix(softmax(jnp.where(J[:S] < N, L(q), -1e9)))",
 }
+NOT_RECOGNISED = {
+    "maximum of other logits": "mix((lambda x: (lambda e: e / e.sum(-1, keepdims=True))"
+    "(jnp.exp(x - (2 * x).max(-1, keepdims=True))))(L(q)))",
+    "heads merged first": "jnp.einsum('bms,bsh->bmh', softmax(L(q)).reshape(B, -1, S),"
+    " v[i].sum(2))",
+    "rounded logits": "mix(softmax(jnp.round(L(q))))",
+    "sigmoid": "mix(nn.sigmoid(L(q)))",
+    "shifted activation": "mix(nn.gelu(L(q) + 0.1))",
+    "gate of a row": "(lambda x: mix(x * nn.sigmoid(x.max(-1, keepdims=True))))(L(q))",
+    "gate by other logits": "mix(L(q) * nn.sigmoid(L(q + 1)))",
+    "mask before an activation": "mix(nn.relu(jnp.where(C, L(q), -1e9)))",
+}
 #: What is left as it is, and the reason that the report gives.
 LEFT = {
+    **{name: (text, "attention is not recognised: ") for name, text in NOT_RECOGNISED.items()},
     "mask by candidate": ("mix(softmax(jnp.where(C, L(q), -1e9)))", "differs by candidate"),
     "cap of masked logits": ("mix(softmax(3 * jnp.tanh(jnp.where(M, L(q), -1e9))))", "not recog"),
     "mask by head": (
@@ -58,11 +71,6 @@ LEFT = {
         "mix(softmax((L(q) + jnp.where(M, 0, -1e4)).astype(jnp.bfloat16)))",
         "-9984 is added to its logits",
     ),
-    "maximum of other logits": (
-        "mix((lambda x: (lambda e: e / e.sum(-1, keepdims=True))"
-        "(jnp.exp(x - (2 * x).max(-1, keepdims=True))))(L(q)))",
-        "attention is not recognised: ",
-    ),
     "bias of other logits": (
         "x = L(q)\nout = mix(softmax(x + jnp.sin(x[:, :1])))",
         "slice of its logits",
@@ -74,25 +82,6 @@ LEFT = {
     "bias of another lookup": (
         "mix(softmax(L(q) + jnp.repeat(n[:, None] * at, B // U, axis=0)[:, None, None]))",
         "not looked up like its keys",
-    ),
-    "heads merged first": (
-        "jnp.einsum('bms,bsh->bmh', softmax(L(q)).reshape(B, -1, S), v[i].sum(2))",
-        "attention is not recognised: ",
-    ),
-    "rounded logits": ("mix(softmax(jnp.round(L(q))))", "attention is not recognised: "),
-    "sigmoid": ("mix(nn.sigmoid(L(q)))", "attention is not recognised: "),
-    "shifted activation": ("mix(nn.gelu(L(q) + 0.1))", "attention is not recognised: "),
-    "gate of a row": (
-        "(lambda x: mix(x * nn.sigmoid(x.max(-1, keepdims=True))))(L(q))",
-        "attention is not recognised: ",
-    ),
-    "gate by other logits": (
-        "mix(L(q) * nn.sigmoid(L(q + 1)))",
-        "attention is not recognised: ",
-    ),
-    "mask before an activation": (
-        "mix(nn.relu(jnp.where(C, L(q), -1e9)))",
-        "attention is not recognised: ",
     ),
     "logits also returned": ("x = L(q)\nout = mix(softmax(x)), x", ""),
 }

@@ -31,7 +31,7 @@ USER, HISTORY, CAND, W, W2 = (
     normal(D, H),
     normal(H, D),
 )
-IDS, TABLE, POSITION = jnp.asarray(RNG.integers(0, 90, (U, S))), normal(90, D), normal(U, S) > 0
+IDS, TABLE = jnp.asarray(RNG.integers(0, 90, (U, S))), normal(90, D)
 
 SPELLINGS: dict[str, Callable[[Any, Any], Any]] = {
     "index": lambda x, i: x[i],

@@ -9,11 +9,7 @@ import numpy as np
 import problems
 import pytest
 from jax import lax
-from rewrite_basics import (
-    add_rule_whose_fast_form_has_another_derivative,
-    close,
-    loss,
-)
+from rewrite_basics import add_rule_whose_fast_form_has_another_derivative, close, loss
 
 import ikbo_jax as ikbo
 

@@ -22,7 +22,7 @@ from starlette.responses import Response
 from examples.serving import early, wire
 from examples.serving.settings import Settings
 from ikbo_jax import serving
-from ikbo_jax.serving.answers import Answer
+from ikbo_jax.serving.base import Answer
 
 with warnings.catch_warnings():
     # Ray's own, of pydantic.

@@ -226,8 +226,7 @@ PRIMITIVES: dict[str, Callable[..., Any]] = {
     "transpose": lambda eqn, x: np.transpose(x, eqn.params["permutation"]),
 }
 PRIMITIVES |= dict.fromkeys(
-    ("cummax", "cumsum", "dynamic_update_slice", "reduce_window_sum", "sort", "top_k"),
-    _by_jax,
+    ("cummax", "cumsum", "dynamic_update_slice", "reduce_window_sum", "sort", "top_k"), _by_jax
 )
 PRIMITIVES |= {
     name: _plain(getattr(np, name))

@@ -40,6 +40,7 @@ class IndexedAttention:
     Attributes:
       index: users by candidate; any numbers.
       keys: keys of each user.
+      users: 0: as many as there are lengths, or two.
       q_len: queries of each candidate.
       heads: query heads and key heads.
       lengths: how many of a user's keys count; None: all.
@@ -53,7 +54,7 @@ class IndexedAttention:
     index: tuple[int, ...]
     keys: int
     q_len: int = 64
-    users: int = 2
+    users: int = 0
     heads: tuple[int, int] = (1, 1)
     head_dim: int = 64
     lengths: tuple[int, ...] | None = None
@@ -62,6 +63,11 @@ class IndexedAttention:
     has_ranges: bool = False
     has_own: bool = False
     page: int = 0
+    logit_cap: float | None = None
+
+    def __post_init__(self) -> None:
+        if not self.users:
+            object.__setattr__(self, "users", len(self.lengths) if self.lengths else 2)
 
     @property
     def own(self) -> dict[str, jax.Array]:
@@ -77,8 +83,6 @@ class IndexedAttention:
         return (
             oracle_attention.ranges_of_keys(len(self.index), self.keys) if self.has_ranges else None
         )
-
-    logit_cap: float | None = None
 
     @property
     def problem(self) -> AttentionProblem:

@@ -17,7 +17,6 @@ compiled, and the summary of the tests names it. Every kernel is compiled
 from __future__ import annotations
 
 import collections
-import dataclasses
 import json
 import os
 import pathlib
@@ -34,69 +33,51 @@ if TYPE_CHECKING:
 PATH = pathlib.Path(__file__).parents[1] / "offline" / "digests.json"
 #: Name of the property of a test's report that has the kernels that the test uses.
 PROPERTY = "kernels"
+#: By a module's digest, the kernel's name and fields of its report.
+Kernels = dict[str, tuple[str, dict[str, Any]]]
 
 
-@dataclasses.dataclass(frozen=True)
-class Toolchain:
+def installed() -> dict[str, str]:
     """Versions of the programs that compile kernels."""
+    import offline  # not in every process of the tests
 
-    jax: str
-    ptxas: str
-
-    @classmethod
-    def installed(cls) -> Toolchain:
-        import offline  # not in every process of the tests
-
-        text = subprocess.check_output([offline.find_ptxas(), "--version"], text=True)
-        found = re.search(r"\bV(\d+(?:\.\d+)+)", text)
-        if found is None:
-            raise ValueError(f"ptxas does not tell its version:\n{text}")
-        return cls(jax.__version__, found[1])
-
-    def __str__(self) -> str:
-        return f"jax {self.jax} and ptxas {self.ptxas}"
+    text = subprocess.check_output([offline.find_ptxas(), "--version"], text=True)
+    found = re.search(r"\bV(\d+(?:\.\d+)+)", text)
+    if found is None:
+        raise ValueError(f"ptxas does not tell its version:\n{text}")
+    return {"jax": jax.__version__, "ptxas": found[1]}
 
 
-@dataclasses.dataclass(frozen=True)
-class Record:
-    """What the file holds: by a module's digest, the kernel's name and fields of its report."""
+def read() -> tuple[dict[str, str], Kernels]:
+    """Returns the versions that made the file, and its kernels; nothing where there is no file."""
+    content = json.loads(PATH.read_text("utf-8")) if PATH.is_file() else {}
+    return content.get("toolchain", {}), content.get("kernels", {})
 
-    toolchain: Toolchain
-    kernels: dict[str, tuple[str, dict[str, Any]]]
 
-    @classmethod
-    def read(cls) -> Record | None:
-        if not PATH.is_file():
-            return None
-        content = json.loads(PATH.read_text("utf-8"))
-        return cls(Toolchain(**content["toolchain"]), content["kernels"])
-
-    def write(self) -> None:
-        """Writes one line for each kernel, sorted by name."""
-        order = sorted(self.kernels, key=lambda digest: (self.kernels[digest][0], digest))
-        lines = [f"  {json.dumps(x)}: {json.dumps(self.kernels[x])}" for x in order]
-        toolchain, kernels = json.dumps(dataclasses.asdict(self.toolchain)), ",\n".join(lines)
-        PATH.write_text(f'{{\n "toolchain": {toolchain},\n "kernels": {{\n{kernels}\n }}\n}}\n')
-
-    def reports(self) -> dict[str, offline.PtxasReport]:
-        import offline
-
-        found = {}
-        for digest, (_, fields) in self.kernels.items():
-            values: dict[str, Any] = {
-                k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()
-            }
-            found[digest] = offline.PtxasReport(**values)
-        return found
+def write(toolchain: dict[str, str], kernels: Kernels) -> None:
+    """Writes one line for each kernel, sorted by name."""
+    order = sorted(kernels, key=lambda digest: (kernels[digest][0], digest))
+    lines = ",\n".join(f"  {json.dumps(x)}: {json.dumps(kernels[x])}" for x in order)
+    PATH.write_text(
+        f'{{\n "toolchain": {json.dumps(toolchain)},\n "kernels": {{\n{lines}\n }}\n}}\n'
+    )
 
 
 def known_reports(config: pytest.Config) -> dict[str, offline.PtxasReport]:
     """Reports by digest that this run takes from the file."""
-    record = Record.read()
+    import offline
+
+    toolchain, kernels = read()
     compiles_all = config.getoption("compile_kernels") or os.environ.get("IKBO_PTXAS")
-    if compiles_all or record is None or record.toolchain != Toolchain.installed():
+    if compiles_all or not toolchain or toolchain != installed():
         return {}
-    return record.reports()
+    found = {}
+    for digest, (_, fields) in kernels.items():
+        values: dict[str, Any] = {
+            k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()
+        }
+        found[digest] = offline.PtxasReport(**values)
+    return found
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -117,7 +98,7 @@ class Uses:
     """Collects the kernels that the tests use, from all processes."""
 
     def __init__(self) -> None:
-        self.used: dict[str, tuple[str, dict[str, Any]]] = {}
+        self.used: Kernels = {}
         self.compiled: dict[str, str] = {}
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
@@ -138,16 +119,15 @@ class Uses:
     ) -> None:
         if not self.used:
             return
-        record, installed = Record.read(), Toolchain.installed()
+        (toolchain, recorded), now = read(), installed()
         if self.compiled:
-            terminalreporter.write_line(described(self.compiled, record, installed))
+            terminalreporter.write_line(described(self.compiled, toolchain, recorded))
         if config.getoption("record_kernels"):
-            kernels = self.used
             is_replaced = exitstatus == 0 and is_whole(config)
-            if record is not None and record.toolchain == installed and not is_replaced:
-                kernels = record.kernels | kernels
-            Record(installed, kernels).write()
-            terminalreporter.write_line(f"{PATH}: {len(kernels)} kernels of {installed}")
+            is_kept = toolchain == now and not is_replaced
+            kernels = recorded | self.used if is_kept else self.used
+            write(now, kernels)
+            terminalreporter.write_line(f"{PATH}: {len(kernels)} kernels of {named(now)}")
 
 
 def is_whole(config: pytest.Config) -> bool:
@@ -157,16 +137,20 @@ def is_whole(config: pytest.Config) -> bool:
     return config.getoption("all_cases") and not chosen and PATH.parent in folders
 
 
-def described(compiled: dict[str, str], record: Record | None, installed: Toolchain) -> str:
+def named(toolchain: dict[str, str]) -> str:
+    return " and ".join(f"{name} {version}" for name, version in toolchain.items())
+
+
+def described(compiled: dict[str, str], toolchain: dict[str, str], recorded: Kernels) -> str:
     """Returns a line about kernels that were compiled; `compiled` has names by digest."""
     counts = collections.Counter(compiled.values())
     names = ", ".join(f"{name} ({count})" for name, count in sorted(counts.items()))
     place = PATH.relative_to(PATH.parents[2])
-    if record is not None and record.toolchain != installed:
+    if toolchain and toolchain != installed():
         return (
-            f"{len(compiled)} kernels were compiled by {installed}, since {place} has reports of "
-            f"{record.toolchain}: {names}"
+            f"{len(compiled)} kernels were compiled by {named(installed())}, since {place} has "
+            f"reports of {named(toolchain)}: {names}"
         )
-    if record is not None and record.kernels.keys() >= compiled.keys():
+    if recorded.keys() >= compiled.keys():
         return f"{len(compiled)} kernels of {place} were compiled again: {names}"
     return f"{len(compiled)} kernels differ from {place} and were compiled: {names}"

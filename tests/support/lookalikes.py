@@ -5,13 +5,14 @@ that it may use stand in `ATTENTION` and in `LOOKUPS`.
 """
 
 import functools
+import itertools
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from batches import some_at_once
+import pytest
 from jax import lax
 from rounding_rule import Case, assert_same
 
@@ -284,15 +285,20 @@ def every(
 
 
 def are_same(cases: Iterable[Case], count: int) -> Callable[..., None]:
-    """A test that programs and their rewrites agree, `count` of them at once."""
+    """A test that programs and their rewrites agree, named by the beginning of the first of them.
 
-    @some_at_once("cases", cases, count, short)
+    At most `count` cases share a compilation, which is what takes the time. All but the first so
+    many are slow tests.
+    """
+    params = [
+        pytest.param(
+            batch, id=batch[0].name.replace("/", "|")[:60], marks=[pytest.mark.slow] if n else []
+        )
+        for n, batch in enumerate(itertools.batched(cases, count))
+    ]
+
+    @pytest.mark.parametrize("cases", params)
     def test(cases: tuple[Case, ...]) -> None:
         assert_same(cases)
 
     return test
-
-
-def short(case: Case) -> str:
-    """The beginning of a program, as part of a test's name."""
-    return case.name.replace("/", "|")[:60]

@@ -65,11 +65,7 @@ class LinearCompressionInputs(NamedTuple):
     @property
     def levels(self) -> tuple[tuple, tuple, tuple]:
         """Weights, embeddings and parents, coarsest first."""
-        return (
-            (self.w_user, self.w_cand),
-            (self.e_user, self.e_cand),
-            (None, self.cand_to_user),
-        )
+        return ((self.w_user, self.w_cand), (self.e_user, self.e_cand), (None, self.cand_to_user))
 
 
 def ragged_index(

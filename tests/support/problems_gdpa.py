@@ -220,12 +220,7 @@ def numpy_lse(arrays: Arrays, settings: Settings, rule: Rule | None = None) -> n
 
 
 def numpy_gradients(
-    arrays: Arrays,
-    settings: Settings,
-    d_out: Any,
-    rule: Rule | None = None,
-    *,
-    dtype: Any = None,
+    arrays: Arrays, settings: Settings, d_out: Any, rule: Rule | None = None, *, dtype: Any = None
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Gradients of <d_out, out> by query, key and value, as `numpy_oracle` has out.
 

@@ -21,6 +21,22 @@ def of_rank(name: str, wanted: str, array: Any, **others: Any) -> Refusal:
     return {name: array, **others}, f"{name} must have shape {wanted}, but has shape {array.shape}"
 
 
+def of_list(name: str, wanted: str) -> Refusal:
+    """What an op refuses as a list in place of an array of floats."""
+    return {name: [[1.0]]}, f"{name} must be an array of shape {wanted}, but is a list"
+
+
+def not_int32(name: str, array: Any, **others: Any) -> Refusal:
+    """What an op refuses in place of an array of integers."""
+    kind = "a list" if isinstance(array, list) else f"{array.dtype}{list(array.shape)}"
+    return {name: array, **others}, f"{name} must be an int32 array, but is {kind}"
+
+
+def misfit(name: str, shape: tuple[int, ...], other: str) -> Refusal:
+    """What an op refuses as integers of another shape than another array has."""
+    return {name: np.zeros(shape, np.int32)}, f"{name} has shape {shape} but {other}"
+
+
 def of_dtypes(arrays: dict[str, Any], first: str, others: Sequence[str]) -> dict[str, Refusal]:
     """What an op refuses as dtypes, by name.
 
@@ -54,19 +70,12 @@ def of_indices(owner: str) -> dict[str, Refusal]:
     Args:
       owner: the argument that has the candidates, B=7 of them.
     """
-
-    def of_shape(index: Any) -> Refusal:
-        return {"cand_to_user": index}, f"cand_to_user has shape {index.shape} but {owner} has B=7"
-
-    def of_kind(index: Any, kind: str) -> Refusal:
-        return {"cand_to_user": index}, f"cand_to_user must be an int32 array, but is {kind}"
-
     return {
-        "b": of_shape(np.zeros(6, np.int32)),
-        "index_rank": of_shape(np.zeros((7, 1), np.int32)),
-        "index_scalar": of_shape(jnp.int32(0)),
-        "index_unsigned": of_kind(jnp.zeros(7, jnp.uint32), "uint32[7]"),
-        "index_float": of_kind(jnp.zeros(7, jnp.float32), "float32[7]"),
+        "b": misfit("cand_to_user", (6,), f"{owner} has B=7"),
+        "index_rank": misfit("cand_to_user", (7, 1), f"{owner} has B=7"),
+        "index_scalar": misfit("cand_to_user", (), f"{owner} has B=7"),
+        "index_unsigned": not_int32("cand_to_user", jnp.zeros(7, jnp.uint32)),
+        "index_float": not_int32("cand_to_user", jnp.zeros(7, jnp.float32)),
     }
 
 

@@ -29,7 +29,6 @@ import ptx
 import sm90_arithmetic
 import sm90_async
 import sm90_memory
-import sm90_products
 from sm90_decoder import Decoder
 from sm90_state import (
     ARRAY_BITS,
@@ -46,7 +45,7 @@ from sm90_state import (
 
 _INSTRUCTIONS = [
     (re.compile(pattern), make)
-    for module in (sm90_arithmetic, sm90_memory, sm90_async, sm90_products)
+    for module in (sm90_arithmetic, sm90_memory, sm90_async)
     for pattern, make in module.TABLE
 ]
 

@@ -17,6 +17,13 @@ def cache_dir(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> pathli
 
 
 @pytest.fixture
+def cache_file(cache_dir: pathlib.Path) -> pathlib.Path:
+    """The file of the tuning cache, whose folder is there."""
+    cache_dir.mkdir()
+    return cache_dir / "sm90.json"
+
+
+@pytest.fixture
 def builtin(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Replaces the rows of sm90.json."""
     return lambda *rows: monkeypatch.setattr(table, "builtin_rows", lambda: rows)

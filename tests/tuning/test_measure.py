@@ -100,7 +100,7 @@ def test_what_has_no_tuner_is_named(tuner: list[Any]) -> None:
     assert tuner == []
 
 
-def test_a_file_stands_in_for_the_user_s_cache(tuner, tmp_path, cache_dir) -> None:
+def test_a_file_stands_in_for_the_user_s_cache(tuner, tmp_path, cache_file) -> None:
     path = tmp_path / "model.json"
     call = jax.jit(lambda *x: ikbo.attention(x[0][:, :4][x[1]], x[0], x[0], x[1]))
 
@@ -112,7 +112,7 @@ def test_a_file_stands_in_for_the_user_s_cache(tuner, tmp_path, cache_dir) -> No
     with ikbo.tuned(path):
         ikbo.tune(call, USER, INDEX)
     assert path.exists()
-    assert not (cache_dir / "sm90.json").exists()
+    assert not cache_file.exists()
     with ikbo.tuned(str(path)):
         assert reason().startswith("model.json, ")
     assert reason() == outside

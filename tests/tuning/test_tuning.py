@@ -15,13 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import ikbo_jax as ikbo
-from ikbo_jax.autotuner import autotune, contest
+from ikbo_jax.autotuner import autotune
 from ikbo_jax.autotuner.bench import Task
 from ikbo_jax.problems import LinearCompressionConfig, LinearCompressionProblem
 from ikbo_jax.tuning import table, table_rows, user_cache
-
-TINY = LinearCompressionProblem((2, 6), (7, 5), 9, 16, "float32")
-
 
 # The configurations that may run.
 
@@ -258,10 +255,10 @@ def test_programs_for_a_card_take_its_rows(builtin):
 def test_the_tuner_must_beat_the_choice_of_the_card_at_hand(builtin):
     """It does not know the card until a process that holds the device answers."""
     builtin(of(H200, OF_H200), of(H100, OF_H100))
-    played = contest.Contest(DEFAULT, 1, lambda *_: None)
+    played = autotune.Contest(DEFAULT, 1, lambda *_: None)
     assert {OF_H100, OF_H200} <= set(played.contenders)
     played.play(Bench({OF_H100: 0.5, OF_H200: 0.4}, 0.6, device=H100))
     verdict = played.verdict()
     assert verdict.is_better
     assert verdict.row.config == OF_H200
-    assert contest.brief(OF_H100) in verdict.text
+    assert autotune.brief(OF_H100) in verdict.text

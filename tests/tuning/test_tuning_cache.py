@@ -43,8 +43,12 @@ def test_written_row_is_seen_at_once_and_replaces_its_like():
     assert len(json.loads(path.read_text())["rows"]) == 1
 
 
+def _file_of(*entries: Any) -> str:
+    return json.dumps({"schema": table_rows.SCHEMA, "rows": list(entries)})
+
+
 def _corrupt(**changes: Any) -> str:
-    return json.dumps({"schema": table_rows.SCHEMA, "rows": [row().to_json() | changes]})
+    return _file_of(row().to_json() | changes)
 
 
 @pytest.mark.parametrize(
@@ -66,26 +70,20 @@ def _corrupt(**changes: Any) -> str:
         (_corrupt(extra=1), "problem has keys"),
     ],
 )
-def test_corrupt_or_foreign_cache_is_ignored_with_one_warning(cache_dir, text, reason):
-    cache_dir.mkdir()
-    path = cache_dir / "sm90.json"
-    path.write_text(text)
+def test_corrupt_or_foreign_cache_is_ignored_with_one_warning(cache_file, text, reason):
+    cache_file.write_text(text)
     with pytest.warns(UserWarning, match="ignoring the tuning cache") as caught:
         choice = table.lookup(DEFAULT)
     assert len(caught) == 1
-    assert str(path) in str(caught[0].message)
+    assert str(cache_file) in str(caught[0].message)
     assert reason in str(caught[0].message)
     assert choice.source != "user cache"
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         table.lookup(DEFAULT)
-    path.write_bytes(b"\xff\xfe also wrong")
+    cache_file.write_bytes(b"\xff\xfe also wrong")
     with pytest.warns(UserWarning, match="ignoring the tuning cache"):
         table.lookup(DEFAULT)
-
-
-def _file_of(*entries: Any) -> str:
-    return json.dumps({"schema": table_rows.SCHEMA, "rows": list(entries)})
 
 
 BAD_ROWS = {
@@ -99,38 +97,35 @@ BAD_ROWS = {
 
 
 @pytest.mark.parametrize("name", BAD_ROWS)
-def test_bad_row_is_dropped_with_a_warning_and_the_others_stay(name, cache_dir, builtin):
+def test_bad_row_is_dropped_with_a_warning_and_the_others_stay(name, cache_file, builtin):
     builtin()
-    cache_dir.mkdir()
-    path = cache_dir / "sm90.json"
     half = dataclasses.replace(DEFAULT, dtype="float16")
-    path.write_text(_file_of(row(DEFAULT, other()).to_json(), BAD_ROWS[name], row(half).to_json()))
+    cache_file.write_text(
+        _file_of(row(DEFAULT, other()).to_json(), BAD_ROWS[name], row(half).to_json())
+    )
     with pytest.warns(UserWarning, match="ignoring the tuning cache's row 2 ") as caught:
         assert table.lookup(DEFAULT).source == "user cache"
     assert len(caught) == 1
-    assert str(path) in str(caught[0].message)
+    assert str(cache_file) in str(caught[0].message)
     assert table.lookup(half).source == "user cache"
     # A row that was read would speak for GDPA; one with no key heads used to divide by zero.
     assert table.lookup(GDPA).source == "default"
     third = dataclasses.replace(DEFAULT, m=64)
     user_cache.write_user_row(row(third))
-    assert {r.problem for r in table_rows.parse(path.read_text())} == {DEFAULT, half, third}
-    assert not list(cache_dir.glob("*.ignored*"))
+    assert {r.problem for r in table_rows.parse(cache_file.read_text())} == {DEFAULT, half, third}
+    assert not list(cache_file.parent.glob("*.ignored*"))
 
 
-def test_writing_beside_a_bad_row_warns_and_keeps_the_others(cache_dir):
-    cache_dir.mkdir()
-    path = cache_dir / "sm90.json"
-    path.write_text(_file_of(row(DEFAULT).to_json() | {"m": "433"}, row(GDPA).to_json()))
+def test_writing_beside_a_bad_row_warns_and_keeps_the_others(cache_file):
+    cache_file.write_text(_file_of(row(DEFAULT).to_json() | {"m": "433"}, row(GDPA).to_json()))
     with pytest.warns(UserWarning, match=r"row 1 \(.*linear_compression.*m is '433'"):
         user_cache.write_user_row(row(DEFAULT, other()))
-    assert {r.problem for r in table_rows.parse(path.read_text())} == {DEFAULT, GDPA}
+    assert {r.problem for r in table_rows.parse(cache_file.read_text())} == {DEFAULT, GDPA}
 
 
-def test_every_file_that_is_no_table_is_kept(cache_dir):
-    cache_dir.mkdir()
+def test_every_file_that_is_no_table_is_kept(cache_file, cache_dir):
     for text in ("not json", '{"schema": 9, "rows": [1]}'):
-        (cache_dir / "sm90.json").write_text(text)
+        cache_file.write_text(text)
         user_cache.write_user_row(row(DEFAULT, other()))
         assert table.lookup(DEFAULT).config == other()
     assert (cache_dir / "sm90.json.ignored").read_text() == "not json"
@@ -172,12 +167,11 @@ def test_cached_row_that_is_illegal_by_now_is_passed_over():
     assert "ignored" not in table.lookup(DEFAULT).reason
 
 
-def test_rows_of_older_versions_are_read_if_they_mean_the_same(cache_dir):
-    cache_dir.mkdir()
+def test_rows_of_older_versions_are_read_if_they_mean_the_same(cache_file):
     old = row(GDPA, GDPA.default_config()).to_json()
     for value, source in ((False, "user cache"), (True, "default")):
         old["config"]["early_scores"] = value
-        (cache_dir / "sm90.json").write_text(_file_of(old))
+        cache_file.write_text(_file_of(old))
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             assert table.lookup(GDPA).source == source
@@ -188,7 +182,7 @@ def test_rows_of_older_versions_are_read_if_they_mean_the_same(cache_dir):
     assert "but is sum" in table.lookup(gradient).reason
 
 
-def test_concurrent_writers_lose_nothing(cache_dir):
+def test_concurrent_writers_lose_nothing(cache_file):
     problems = [dataclasses.replace(DEFAULT, m=16 * (i + 1)) for i in range(24)]
     broken = []
 
@@ -196,7 +190,7 @@ def test_concurrent_writers_lose_nothing(cache_dir):
         for problem in mine:
             user_cache.write_user_row(row(problem))
             try:
-                table_rows.parse((cache_dir / "sm90.json").read_text())
+                table_rows.parse(cache_file.read_text())
             except ValueError as error:
                 broken.append(error)
 
@@ -206,8 +200,7 @@ def test_concurrent_writers_lose_nothing(cache_dir):
     for thread in threads:
         thread.join()
     assert not broken
-    rows = table_rows.parse((cache_dir / "sm90.json").read_text())
-    assert {r.problem for r in rows} == set(problems)
+    assert {r.problem for r in table_rows.parse(cache_file.read_text())} == set(problems)
 
 
 def test_unwritable_cache_is_silent_in_lookup_and_clear_when_tuning(tmp_path, monkeypatch):

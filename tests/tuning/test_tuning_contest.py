@@ -10,7 +10,7 @@ import pytest
 from fake_tuning import ATTENTION, GDPA, Bench, row
 from fake_tuning import LINEAR as DEFAULT
 
-from ikbo_jax.autotuner import autotune, contest, session
+from ikbo_jax.autotuner import autotune, session
 from ikbo_jax.autotuner.bench import Contender, Task
 from ikbo_jax.problems import AttentionConfig, LinearCompressionProblem
 from ikbo_jax.tuning import table, table_rows, user_cache
@@ -18,11 +18,6 @@ from ikbo_jax.tuning import table, table_rows, user_cache
 #: What no candidate of attention has.
 PROPOSED_BY_NOBODY = AttentionConfig(balance=True, late_turns=True)
 CANDIDATES = list(DEFAULT.configs())
-
-
-@pytest.fixture
-def cache_file(cache_dir):
-    return cache_dir / "sm90.json"
 
 
 def tune(problem: Any, bench: Any, **options: Any) -> tuple[dict[str, Any], list[str]]:
@@ -47,10 +42,10 @@ def test_xla_begins_and_halves_of_the_field_go_on_to_a_final_with_xla(builtin):
     assert first.contenders == (None,)
     assert [len(task.contenders) for task in heats] == [110, 55, 28, 14, 8]
     windows = [task.window_s for task in heats]
-    assert windows == [contest.FIRST_WINDOW_S * 2**i for i in range(5)]
+    assert windows == [autotune.FIRST_WINDOW_S * 2**i for i in range(5)]
     assert final.contenders[0] is None
     assert CANDIDATES[60] in final.contenders
-    assert (final.window_s, final.windows) == (contest.FINAL_WINDOW_S, contest.FINAL_WINDOWS)
+    assert (final.window_s, final.windows) == (autotune.FINAL_WINDOW_S, autotune.FINAL_WINDOWS)
     assert all(CANDIDATES[7] in task.contenders for task in (*heats, final))
     assert "best: block_m" in lines[-1]
 
@@ -85,7 +80,7 @@ def test_gdpa_without_a_measured_row_is_compared_with_xla(builtin, cache_file):
     """The op runs the default configuration there, which has to win, too."""
     builtin()
     default = GDPA.default_config()
-    assert contest.choices_of_table(GDPA) == (default, default)
+    assert autotune.choices_of_table(GDPA) == (default, default)
     _, lines = tune(GDPA, Bench({default: 1.0}, 1.01), limit=2)
     assert not cache_file.exists()
     assert "nothing written" in lines[-1]
@@ -130,8 +125,8 @@ def test_report_says_who_won_and_by_how_much(builtin):
     assert (found["ms"], found["xla_ms"], found["device"]) == (1.0, 2.0, "NVIDIA H200")
     rate = 2 * 8192**3 / 1.7
     assert found["fraction"] == pytest.approx(DEFAULT.useful_flops / rate, rel=1e-4)
-    assert lines[-1].startswith(f"best: {contest.brief(CANDIDATES[1])}, 1 ms, 10.0% faster than")
-    assert f"the table's choice ({contest.brief(CANDIDATES[0])}), 1.1 ms" in lines[-1]
+    assert lines[-1].startswith(f"best: {autotune.brief(CANDIDATES[1])}, 1 ms, 10.0% faster than")
+    assert f"the table's choice ({autotune.brief(CANDIDATES[0])}), 1.1 ms" in lines[-1]
     assert "with a noise of 0.0%" in lines[-1]
     assert "XLA takes 2 ms, 2.00 times as long" in lines[-1]
 
@@ -181,7 +176,7 @@ def test_noisy_heats_leave_the_winner_within_one_percent(builtin, seed):
 
     class Noisy(Bench):
         def windows(self, candidate: Contender, task: Task) -> list[float] | str:
-            scatter = 0.02 * (contest.FIRST_WINDOW_S / task.window_s) ** 0.5
+            scatter = 0.02 * (autotune.FIRST_WINDOW_S / task.window_s) ** 0.5
             return [truth[candidate] * (1 + rng.gauss(0, scatter)) for _ in range(task.windows)]
 
     bench = Noisy({})

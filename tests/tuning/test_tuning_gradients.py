@@ -23,7 +23,6 @@ from ikbo_jax.problems import (
     GdpaBackwardProblem,
     GdpaProblem,
     LinearCompressionBackwardProblem,
-    LinearCompressionConfig,
     LinearCompressionProblem,
     memory,
 )
@@ -49,12 +48,11 @@ def test_the_default_configuration_is_legal(m: int, n: int, ks: list[int], dtype
     """It is what runs without a row of the dispatch table."""
     problem = LinearCompressionProblem(tuple(range(1, len(ks) + 1)), tuple(ks), m, n, dtype)
     assert linear_configs.illegal_reason(problem) is None
-    config = linear_configs.default_config(problem)
+    weight = linear_configs.default_config(problem)
     gradient = LinearCompressionBackwardProblem.of(problem)
     default = gradient.default_config()
     assert default is not None
-    assert default == config.weight
-    weight = config.weight
+    assert default == weight
     assert weight.stages == linear_configs.MAX_STAGES or (
         memory.smem_bytes(dataclasses.replace(weight, stages=weight.stages + 1).shared)
         > MAX_SMEM_BYTES
@@ -77,7 +75,7 @@ def test_every_part_of_a_batch_has_an_entry(batch: int, k: int, m: int, problems
 
 
 def test_parts_of_the_default_sizes_fill_the_sms() -> None:
-    config = linear_configs.default_config(LINEAR_FORWARD).weight
+    config = linear_configs.default_config(LINEAR_FORWARD)
     assert config.block_m == 224
     tiles = 2 * 7  # of 224 x 128
     splits = config.splits(1024, 866, 433, 256, problems=1, num_sms=132)
@@ -85,24 +83,15 @@ def test_parts_of_the_default_sizes_fill_the_sms() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("config", "message"),
     [
-        ({"weight": WeightGradientConfig(260)}, "a multiple of 8 from 8 to 256, but is 260"),
-        ({"weight": WeightGradientConfig(20)}, "a multiple of 8 from 8 to 256, but is 20"),
-        ({"weight": WeightGradientConfig(stages=1)}, "at least 2, but is 1"),
-        ({"weight": WeightGradientConfig(256, 5)}, "but a CTA has 232448"),
-        (
-            {"embeddings": (LinearCompressionConfig(single_launch=False),)},
-            "for 1 levels, but the problem has 2",
-        ),
-        (
-            {"embeddings": (LinearCompressionConfig(230, single_launch=False),) * 2},
-            "block_m must be a multiple of 16",
-        ),
+        (WeightGradientConfig(260), "a multiple of 8 from 8 to 256, but is 260"),
+        (WeightGradientConfig(20), "a multiple of 8 from 8 to 256, but is 20"),
+        (WeightGradientConfig(stages=1), "at least 2, but is 1"),
+        (WeightGradientConfig(256, 5), "but a CTA has 232448"),
     ],
 )
-def test_illegal_configurations_are_refused(changes: dict, message: str) -> None:
-    config = dataclasses.replace(linear_configs.default_config(LINEAR_FORWARD), **changes)
+def test_illegal_configurations_are_refused(config: WeightGradientConfig, message: str) -> None:
     assert message in str(config.illegal_reason(LINEAR_FORWARD))
 
 
@@ -167,7 +156,8 @@ def test_the_op_takes_the_row_and_explains_it(fake_hopper, builtin):
     assert f"{tuned}; sm90.json, B=3,4" in plan.backward
     gradients()(*arrays())
     used = [call["config"] for call in fake_hopper.calls]
-    assert {tuned, *linear_configs.default_config(SMALL).embeddings} <= set(used)
+    embeddings = (linear_configs.embedding_config(SMALL, level) for level in range(2))
+    assert {tuned, *embeddings} <= set(used)
 
 
 def test_a_row_may_prefer_xla_and_the_caller_may_not(fake_hopper, builtin):

@@ -14,7 +14,7 @@ import test_tuning_gradients as of_gradients
 from fake_tuning import ATTENTION, GDPA, LINEAR, QUICK, Bench, other, row
 
 from ikbo_jax import cases, problems
-from ikbo_jax.autotuner import autotune, bench, contest
+from ikbo_jax.autotuner import autotune, bench
 from ikbo_jax.autotuner.bench import Task
 from ikbo_jax.tuning import table, table_rows, user_cache
 
@@ -192,7 +192,7 @@ def test_tuning_writes_the_winner(problem, builtin):
     assert (found["op"], found["ms"], found["xla_ms"]) == (problem.op, 1.0, 9.0)
     choice = table.lookup(problem)
     assert (choice.config, choice.source) == (best, "user cache")
-    assert any(contest.brief(best) in line for line in lines)
+    assert any(autotune.brief(best) in line for line in lines)
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,7 @@ from ikbo_jax.pallas.activations import values as activations
 from ikbo_jax.pallas.activations.cap import capped, through_cap
 from ikbo_jax.pallas.activations.values import Pair
 from ikbo_jax.pallas.activations.weights import ActivationSpec
-from ikbo_jax.reference.activations import LEAKY_SLOPE, SOFTMAX, TANH_CUBIC, TANH_SCALE
+from ikbo_jax.reference.activations import SOFTMAX, TANH_CUBIC, TANH_SCALE
 
 
 def weights_and_slopes(spec: ActivationSpec, head: Any, scores: jax.Array) -> Pair:
@@ -85,7 +85,7 @@ def _raw(spec: ActivationSpec) -> Callable[[jax.Array, float], Pair] | None:
     """Finds the function of raw scores, if all heads have one activation with such a function."""
     if len(set(spec.names)) > 1 or not spec.takes_raw_scores:
         return None
-    return _SLOPES.get(spec.full_name(spec.names[0]))
+    return _SLOPES.get(activations.full_name(spec.names[0], spec.approx))
 
 
 def _has_offset(spec: ActivationSpec) -> bool:
@@ -98,16 +98,8 @@ def _slope_constant(spec: ActivationSpec) -> float:
     return 2 * spec.scale if _raw(spec) is _relu_squared else 1.0
 
 
-def _relu(s: jax.Array, scale: float) -> Pair:
-    return jnp.maximum(s, jnp.float32(0)), _choose(s > 0, s, 1.0, 0.0)
-
-
-def _leaky_relu(s: jax.Array, scale: float) -> Pair:
-    return jnp.maximum(s, s * jnp.float32(LEAKY_SLOPE)), _choose(s >= 0, s, 1.0, LEAKY_SLOPE)
-
-
-def _choose(condition: jax.Array, like: jax.Array, a: float, b: float) -> jax.Array:
-    return jnp.where(condition, jnp.full_like(like, a), jnp.full_like(like, b))
+def _linear(name: str) -> Callable[[jax.Array, float], Pair]:
+    return lambda s, _: activations.evaluate_one(name, None, s, needs_slope=True)
 
 
 def _relu_squared(s: jax.Array, scale: float) -> Pair:
@@ -135,8 +127,8 @@ def _tanh_gelu_tanh(s: jax.Array, scale: float) -> Pair:
 
 
 _SLOPES = {
-    "relu": _relu,
-    "leaky_relu": _leaky_relu,
+    "relu": _linear("relu"),
+    "leaky_relu": _linear("leaky_relu"),
     "relu_squared": _relu_squared,
     "tanh silu": _tanh_silu,
     "tanh gelu_tanh": _tanh_gelu_tanh,

@@ -16,6 +16,7 @@ which the product that follows spoils anyway.
 
 import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -72,29 +73,33 @@ def activate(names: tuple[str, ...], approx: str | None, head: Any, x: jax.Array
     """Computes act(x) of one head, for x [64, columns] f32; `names` are of all heads, or one for
     all.
     """
-
-    def evaluate(name: str, x: jax.Array) -> jax.Array:
-        return _evaluate(name, approx, x, needs_slope=False)[0]
-
-    return by_chunks(names, head, x, evaluate)
+    return by_chunks(
+        names, head, x, lambda name, x: evaluate_one(name, approx, x, needs_slope=False)[0]
+    )
 
 
 def activate_with_slope(
     names: tuple[str, ...], approx: str | None, head: Any, x: jax.Array
 ) -> Pair:
     """Computes (act(x), act'(x)) of one head; for the arguments see `activate`."""
-
-    def evaluate(name: str, x: jax.Array) -> Pair:
-        return _evaluate(name, approx, x, needs_slope=True)
-
-    return by_chunks(names, head, x, evaluate)
+    return by_chunks(
+        names, head, x, lambda name, x: evaluate_one(name, approx, x, needs_slope=True)
+    )
 
 
 def by_chunks(names: tuple[str, ...], head: Any, x: jax.Array, evaluate: Any) -> Any:
     """Calls `evaluate(name, x)` for the head's activation, a chunk of x [64, columns] at a time."""
 
+    kinds = tuple(dict.fromkeys(names))
+
     def of_head(x: jax.Array) -> Any:
-        return _of_head(names, head, lambda name: evaluate(name, x))
+        if len(kinds) == 1:
+            return evaluate(kinds[0], x)
+        kind = jnp.int32(0)
+        for i, name in enumerate(names):
+            if number := kinds.index(name):
+                kind = jnp.where(head == i, jnp.int32(number), kind)
+        return lax.switch(kind, [functools.partial(evaluate, name, x) for name in kinds])
 
     if mosaic.is_interpreted():
         return of_head(x)
@@ -102,30 +107,23 @@ def by_chunks(names: tuple[str, ...], head: Any, x: jax.Array, evaluate: Any) ->
     return jax.tree.map(lambda *parts: lax.concatenate(parts, 1), *map(of_head, chunks))
 
 
-def _of_head(names: tuple[str, ...], head: Any, evaluate: Any) -> Any:
-    """Calls `evaluate` for the head's activation; branches only where activations differ."""
-    kinds = tuple(dict.fromkeys(names))
-    if len(kinds) == 1:
-        return evaluate(kinds[0])
-    kind = jnp.int32(0)
-    for i, name in enumerate(names):
-        if number := kinds.index(name):
-            kind = jnp.where(head == i, jnp.int32(number), kind)
-    return lax.switch(kind, [functools.partial(evaluate, name) for name in kinds])
-
-
-def _evaluate(name: str, approx: str | None, x: jax.Array, *, needs_slope: bool) -> Pair:
+def evaluate_one(name: str, approx: str | None, x: jax.Array, *, needs_slope: bool) -> Pair:
     """Computes (act(x), act'(x)); unless `needs_slope`, the second array is a placeholder."""
+    return _FUNCTIONS[full_name(name, approx)](x, needs_slope)
+
+
+def full_name(name: str, approx: str | None) -> str:
+    """Names an activation with its approximation, if it has one."""
     approx = one_by_one(approx)
-    if approx is not None and name in APPROXIMATIONS[approx]:
-        name = f"{approx} {name}"
-    if name in _WITH_SIGMOID:
-        return _WITH_SIGMOID[name](x, needs_slope)
-    value, slope = _WITHOUT_SIGMOID[name](x, needs_slope)
-    if name == "identity" and not mosaic.is_interpreted():
-        # A constant has no layout, unlike other slopes.
-        slope = plgpu.layout_cast(slope, plgpu.Layout.WGMMA)
-    return value, slope
+    return f"{approx} {name}" if approx and name in APPROXIMATIONS[approx] else name
+
+
+def weight(name: str, scores: jax.Array, scale: float) -> jax.Array:
+    """Computes act(scale * scores) / scale, or act(scores) of what is linear or squared.
+
+    For activations without approximation, but hardswish.
+    """
+    return _FUNCTIONS[name](scores, needs_slope=False, scale=scale)[0]
 
 
 def horner(coefficients: tuple[float, ...], x: jax.Array) -> jax.Array:
@@ -140,23 +138,27 @@ def _limit(x: jax.Array, low: float, high: float) -> jax.Array:
     return jnp.minimum(jnp.maximum(x, jnp.float32(low)), jnp.float32(high))
 
 
-def _identity(x: jax.Array, needs_slope: bool) -> Pair:
-    return x, jnp.full_like(x, 1.0) if needs_slope else x
+def _identity(x: jax.Array, needs_slope: bool, scale: float = 1.0) -> Pair:
+    slope = jnp.full_like(x, 1.0) if needs_slope else x
+    # A constant has no layout, unlike other slopes.
+    return x, slope if mosaic.is_interpreted() else plgpu.layout_cast(slope, plgpu.Layout.WGMMA)
 
 
-def _relu(x: jax.Array, needs_slope: bool) -> Pair:
-    slope = jnp.where(x > 0, jnp.full_like(x, 1.0), jnp.full_like(x, 0.0)) if needs_slope else x
-    return jnp.maximum(x, jnp.float32(0)), slope
+def _relu(x: jax.Array, needs_slope: bool, scale: float = 1.0) -> Pair:
+    value = jnp.maximum(x, jnp.float32(0))
+    if not needs_slope:
+        return value, x
+    return value, jnp.where(x > 0, jnp.full_like(x, 1.0), jnp.full_like(x, 0.0))
 
 
-def _leaky_relu(x: jax.Array, needs_slope: bool) -> Pair:
+def _leaky_relu(x: jax.Array, needs_slope: bool, scale: float = 1.0) -> Pair:
     value = jnp.maximum(x, x * jnp.float32(LEAKY_SLOPE))
     if not needs_slope:
         return value, x
     return value, jnp.where(x >= 0, jnp.full_like(x, 1.0), jnp.full_like(x, LEAKY_SLOPE))
 
 
-def _relu_squared(x: jax.Array, needs_slope: bool) -> Pair:
+def _relu_squared(x: jax.Array, needs_slope: bool, scale: float = 1.0) -> Pair:
     positive = jnp.maximum(x, jnp.float32(0))
     return positive * positive, positive + positive if needs_slope else x
 
@@ -170,10 +172,10 @@ def _hardswish(x: jax.Array, needs_slope: bool) -> Pair:
     return value, jnp.where(x <= -3.0, jnp.full_like(x, 0.0), slope)
 
 
-def _gelu(x: jax.Array, needs_slope: bool) -> Pair:
+def _gelu(x: jax.Array, needs_slope: bool, scale: float = 1.0) -> Pair:
     """x · Φ(x) = max(x, 0) − |x| · Φ(−|x|), which keeps the small results at negative scores."""
-    distance = jnp.minimum(jnp.abs(x), jnp.float32(PHI_DOMAIN))
-    tail = jnp.exp2(horner(LOG2_PHI, distance))
+    distance = jnp.minimum(jnp.abs(x), jnp.float32(PHI_DOMAIN / scale))
+    tail = jnp.exp2(horner(tuple(c * scale**k for k, c in enumerate(LOG2_PHI)), distance))
     value = jnp.maximum(x, jnp.float32(0)) - distance * tail
     if not needs_slope:
         return value, x
@@ -200,7 +202,7 @@ def reciprocal(x: jax.Array) -> jax.Array:
     if mosaic.is_interpreted():
         return 1 / x
 
-    @inline.code(x, returns=plgpu.ShapeDtypeStruct(x.shape, jnp.float32, layout=plgpu.Layout.WGMMA))
+    @inline.code(x, returns=x)
     def inverted(x: mgpu.FragmentedArray) -> mgpu.FragmentedArray:
         f32 = ir.F32Type.get()
         pair = ir.VectorType.get((2,), f32)
@@ -217,9 +219,9 @@ def reciprocal(x: jax.Array) -> jax.Array:
     return inverted
 
 
-def _silu(x: jax.Array, needs_slope: bool) -> Pair:
-    bounded = jnp.maximum(x, jnp.float32(MIN_SILU))
-    exponential = jnp.exp2(bounded * jnp.float32(-LOG2_E))
+def _silu(x: jax.Array, needs_slope: bool, scale: float = 1.0) -> Pair:
+    bounded = jnp.maximum(x, jnp.float32(MIN_SILU / scale))
+    exponential = jnp.exp2(bounded * jnp.float32(-LOG2_E * scale))
     gate = reciprocal(exponential + jnp.float32(1))
     value = bounded * gate
     if not needs_slope:
@@ -227,13 +229,12 @@ def _silu(x: jax.Array, needs_slope: bool) -> Pair:
     return value, gate + value * (exponential * gate)
 
 
-def _gelu_tanh(x: jax.Array, needs_slope: bool) -> Pair:
+def _gelu_tanh(x: jax.Array, needs_slope: bool, scale: float = 1.0) -> Pair:
     """x · sigmoid(2y), where (1 + tanh(y)) / 2 = sigmoid(2y)."""
-    bounded = jnp.maximum(x, jnp.float32(MIN_GELU_TANH))
-    factor = -2 * LOG2_E * TANH_SCALE
-    square = bounded * bounded
-    exponent = bounded * (square * jnp.float32(factor * TANH_CUBIC) + jnp.float32(factor))
-    exponential = jnp.exp2(exponent)
+    bounded = jnp.maximum(x, jnp.float32(MIN_GELU_TANH / scale))
+    linear = -2 * LOG2_E * TANH_SCALE * scale
+    cubic = linear * TANH_CUBIC * scale**2
+    exponential = jnp.exp2(bounded * (bounded * bounded * jnp.float32(cubic) + jnp.float32(linear)))
     gate = reciprocal(exponential + jnp.float32(1))
     value = bounded * gate
     if not needs_slope:
@@ -268,7 +269,8 @@ def _tanh_gelu_tanh(x: jax.Array, needs_slope: bool) -> Pair:
     return value, inner * jnp.float32(0.5) + jnp.float32(0.5) + inside * rest * growth
 
 
-_WITHOUT_SIGMOID = {
+#: A function that takes a `scale` computes values of raw scores; slopes are of the scale 1.
+_FUNCTIONS: dict[str, Callable[..., Pair]] = {
     "identity": _identity,
     "relu": _relu,
     "leaky_relu": _leaky_relu,
@@ -276,8 +278,6 @@ _WITHOUT_SIGMOID = {
     "hardswish": _hardswish,
     "gelu": _gelu,
     "polynomial gelu": _polynomial_gelu,
-}
-_WITH_SIGMOID = {
     "silu": _silu,
     "gelu_tanh": _gelu_tanh,
     "tanh silu": _tanh_silu,

@@ -35,7 +35,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental.mosaic import gpu as mgpu
-from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import vector
 
@@ -44,7 +43,6 @@ from ikbo_jax.pallas.activations.cap import Cap, Method, capped, scale_and_cap
 from ikbo_jax.pallas.hopper import inline, mosaic
 from ikbo_jax.reference.activations import (
     APPROXIMATIONS,
-    LEAKY_SLOPE,
     PACKED,
     POLYNOMIAL,
     POLYNOMIAL_DOMAIN,
@@ -100,14 +98,9 @@ class ActivationSpec(NamedTuple):
         is_packed = self.approx == PACKED and is_one_kind
         return is_packed and self.takes_raw_scores and self.has_f32_range
 
-    def full_name(self, name: str) -> str:
-        """The activation's key in `_WEIGHTS`."""
-        approx = one_by_one(self.approx)
-        return f"{approx} {name}" if approx and name in APPROXIMATIONS[approx] else name
-
     def constant(self, name: str) -> float:
         """act(scale * s) / weight(s)."""
-        full_name = self.full_name(name)
+        full_name = activations.full_name(name, self.approx)
         if full_name.startswith("tanh"):
             return self.scale / 2
         return self.scale**2 if full_name == "relu_squared" else self.scale
@@ -124,7 +117,9 @@ def compute_weights(spec: ActivationSpec, head: Any, scores: jax.Array) -> Weigh
         return activations.activate(spec.names, spec.approx, head, scores)
 
     def evaluate(name: str, scores: jax.Array) -> jax.Array:
-        weights = _WEIGHTS[spec.full_name(name)](scores, spec.scale)
+        full_name = activations.full_name(name, spec.approx)
+        compute = _WEIGHTS.get(full_name, functools.partial(activations.weight, full_name))
+        weights = compute(scores, spec.scale)
         constant = spec.constant(name)
         return weights if spec.has_f32_range or constant == 1 else weights * jnp.float32(constant)
 
@@ -161,23 +156,6 @@ def scale_result(spec: ActivationSpec, head: Any, acc: jax.Array) -> jax.Array:
     return acc * factor
 
 
-def _identity(s: jax.Array, scale: float) -> jax.Array:
-    return s
-
-
-def _relu(s: jax.Array, scale: float) -> jax.Array:
-    return jnp.maximum(s, jnp.float32(0))
-
-
-def _leaky_relu(s: jax.Array, scale: float) -> jax.Array:
-    return jnp.maximum(s, s * jnp.float32(LEAKY_SLOPE))
-
-
-def _relu_squared(s: jax.Array, scale: float) -> jax.Array:
-    positive = jnp.maximum(s, jnp.float32(0))
-    return positive * positive
-
-
 def _hardswish(s: jax.Array, scale: float) -> jax.Array:
     return s * _saturated(s, scale / 6, 0.5)
 
@@ -193,27 +171,6 @@ def _tanh_gelu_tanh(s: jax.Array, scale: float) -> jax.Array:
     return s * inner + s
 
 
-def _silu(s: jax.Array, scale: float) -> jax.Array:
-    bounded = jnp.maximum(s, jnp.float32(activations.MIN_SILU / scale))
-    exponential = jnp.exp2(bounded * jnp.float32(-activations.LOG2_E * scale))
-    return bounded * activations.reciprocal(exponential + jnp.float32(1))
-
-
-def _gelu_tanh(s: jax.Array, scale: float) -> jax.Array:
-    bounded = jnp.maximum(s, jnp.float32(activations.MIN_GELU_TANH / scale))
-    linear = -2 * activations.LOG2_E * TANH_SCALE * scale
-    cubic = linear * TANH_CUBIC * scale**2
-    exponential = jnp.exp2(bounded * (bounded * bounded * jnp.float32(cubic) + jnp.float32(linear)))
-    return bounded * activations.reciprocal(exponential + jnp.float32(1))
-
-
-def _gelu(s: jax.Array, scale: float) -> jax.Array:
-    distance = jnp.minimum(jnp.abs(s), jnp.float32(activations.PHI_DOMAIN / scale))
-    coefficients = tuple(c * scale**k for k, c in enumerate(activations.LOG2_PHI))
-    tail = jnp.exp2(activations.horner(coefficients, distance))
-    return jnp.maximum(s, jnp.float32(0)) - distance * tail
-
-
 def _polynomial_gelu(s: jax.Array, scale: float) -> jax.Array:
     """Beyond its domain the polynomial keeps its last value; there Φ saturates at 0 or 1."""
     square = jnp.minimum(s * s, jnp.float32((POLYNOMIAL_DOMAIN / scale) ** 2))
@@ -222,17 +179,11 @@ def _polynomial_gelu(s: jax.Array, scale: float) -> jax.Array:
     return s * _saturated(s, slope, 0.5)
 
 
+#: Functions of raw scores that are not `values.weight`.
 _WEIGHTS = {
-    "identity": _identity,
-    "relu": _relu,
-    "leaky_relu": _leaky_relu,
-    "relu_squared": _relu_squared,
     "hardswish": _hardswish,
     "tanh silu": _tanh_silu,
     "tanh gelu_tanh": _tanh_gelu_tanh,
-    "silu": _silu,
-    "gelu_tanh": _gelu_tanh,
-    "gelu": _gelu,
     "polynomial gelu": _polynomial_gelu,
 }
 
@@ -246,10 +197,9 @@ def _saturated(x: jax.Array, slope: Any, offset: float) -> jax.Array:
         slope = slope if isinstance(slope, jax.Array) else jnp.float32(slope)
         return jnp.clip(x * slope + jnp.float32(offset), 0.0, 1.0)
     factors = (slope,) if isinstance(slope, jax.Array) else ()
-    layout = plgpu.Layout.WGMMA
     factor = "$2" if factors else _immediate(slope)
 
-    @inline.code(x, *factors, returns=plgpu.ShapeDtypeStruct(x.shape, jnp.float32, layout=layout))
+    @inline.code(x, *factors, returns=x)
     def evaluated(*arrays: mgpu.FragmentedArray) -> mgpu.FragmentedArray:
         f32 = ir.F32Type.get()
         pair = ir.VectorType.get((2,), f32)

@@ -183,7 +183,7 @@ def _launch(
             functools.partial(BackwardContext, shape, config),
             produce,
             consume,
-            write if config.has_d_query else None,
+            ((write, 1),) if config.has_d_query else (),
         ),
         operands,
         outputs,

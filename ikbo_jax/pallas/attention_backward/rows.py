@@ -73,8 +73,7 @@ def with_statistics(
         operands, sizes, kv_heads=kv_heads, count=count + TILE_ROWS, keeps_delta=keeps_delta
     )
     if rows is None:
-        order, position = results.rows.order, results.rows.position
-        rows = described(cand_to_user, order, position, results.rows)
+        rows = described(cand_to_user, results.rows)
     return rows, results.statistics, in_place or results.packed, results.delta
 
 

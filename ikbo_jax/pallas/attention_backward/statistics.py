@@ -34,7 +34,6 @@ from jaxlib.mlir.dialects import math as mlir_math
 from ikbo_jax.pallas.hopper import inline, per_thread, stores
 from ikbo_jax.pallas.hopper.inline import Integer
 from ikbo_jax.pallas.hopper.launch import WarpgroupContext, launch_threads
-from ikbo_jax.pallas.hopper.per_thread import Threads
 from ikbo_jax.pallas.hopper.row_products import (
     CTA_ROWS,
     ROW_THREADS,
@@ -185,9 +184,9 @@ def _rows(ctx: WarpgroupContext) -> _Rows:
     """Computes the rows of this CTA from their users' numbers."""
     shape, sizes, operands = ctx.shape, ctx.shape.sizes, ctx.operands
     of_launch = numbering.Operands(operands.index, operands.lengths)
-    threads = Threads(1, 0)
+    threads = numbering.THREADS
     numbers = numbering.Numbering(
-        sizes, ctx.shared, of_launch, ctx.outputs.rows, ctx.worker, shape.workers, threads
+        sizes, ctx.shared, of_launch, ctx.outputs.rows, ctx.worker, shape.workers
     )
     thread, zero = per_thread.number(), per_thread.same(0)
     row = ctx.worker * CTA_ROWS + lax.div(thread, per_thread.same(ROW_THREADS))
@@ -256,7 +255,7 @@ def _rank(ctx: numbering.Numbering, candidate: jax.Array, shape: Shape) -> jax.A
 
     rank(users_of, shape.sizes.batch, own, is_before, ranks)
     plgpu.commit_smem()
-    return rank_of(ctx.threads, ranks, candidate - first)
+    return rank_of(numbering.THREADS, ranks, candidate - first)
 
 
 def _store(ctx: WarpgroupContext) -> None:

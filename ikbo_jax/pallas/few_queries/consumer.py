@@ -15,7 +15,7 @@ from ikbo_jax.pallas.few_queries import listing, own, ranges, store, user_table
 from ikbo_jax.pallas.few_queries.context import BY_COLUMNS, BY_ROWS, Context, Part, Work
 from ikbo_jax.pallas.flash import softmax
 from ikbo_jax.pallas.hopper import mma, mosaic, turns
-from ikbo_jax.problems.hopper import BLOCK_K, NUM_CONSUMERS
+from ikbo_jax.problems.hopper import NUM_CONSUMERS
 
 #: The named barrier at which the consumers wait for each other.
 CONSUMER_BARRIER = turns.TURN_BARRIER + NUM_CONSUMERS
@@ -23,13 +23,7 @@ CONSUMER_BARRIER = turns.TURN_BARRIER + NUM_CONSUMERS
 
 def _issue_scores(ctx: Context, work: Work, step: Any) -> jax.Array:
     ctx.shared.key.await_ready(step)
-    query = ctx.shared.query
-    tile = work.part.tile if ctx.tiles > 1 else 0
-    return mma.product(
-        query.tiles[0].at[query.slot(work.index), tile],
-        ctx.shared.key.matrix(step),
-        ctx.shape.head_dim,
-    )
+    return mma.product(ctx.queries(work), ctx.shared.key.matrix(step), ctx.shape.head_dim)
 
 
 def _weigh(
@@ -75,9 +69,7 @@ def _issue_values(
     ctx.shared.value.await_ready(step)
     if ctx.ends_in_block:
         _zero_values_past_length(ctx, work, block)
-    values = ctx.shared.value.matrix(step)
-    if ctx.shares_columns:
-        values = values.at[pl.ds(ctx.first_column_block, ctx.columns // BLOCK_K)]
+    values = ctx.columns_of(ctx.shared.value.matrix(step))
     return mma.add_product(acc, weights, values, ctx.staging(), is_defined=is_defined)
 
 
@@ -87,8 +79,8 @@ def _turn(ctx: Context, work: Work, number: Any, act: Callable[[Context], None])
         pl.when(number < work.part.turns)(functools.partial(act, ctx))
 
 
-def _compute(ctx: Context, work: Work) -> tuple[jax.Array, ...]:
-    """Attends to this consumer's blocks, at least one; returns (maximum, sums, accumulator)."""
+def _compute(ctx: Context, work: Work) -> softmax.Running:
+    """Attends to this consumer's blocks, at least one."""
     part, first_step = work.part, work.first_step
     begins_own, value_step = ctx.own_stages > 0, functools.partial(ctx.value_step, work.index)
     dtype = ctx.operands.query.dtype
@@ -145,21 +137,19 @@ def _compute(ctx: Context, work: Work) -> tuple[jax.Array, ...]:
         ctx.shared.key.skip(first_step + last + 1)
         ctx.shared.value.skip(value_step(first_step + last + 1))
 
-    return maximum, sums, acc
+    return softmax.Running(maximum, sums, acc)
 
 
-def _skip_all(ctx: Context, work: Work) -> tuple[jax.Array, ...]:
+def _skip_all(ctx: Context, work: Work) -> softmax.Running:
     """Frees all blocks of an item that this consumer does not compute; returns the first state."""
-    state = None
-    if ctx.own_stages:
-        state = own.begun_alone(ctx, work)
+    state = own.added(ctx, work, None) if ctx.own_stages else None
 
     @pl.loop(0, work.item.blocks)
     def _(block: Any) -> None:
         ctx.shared.key.skip(work.first_step + block)
         ctx.shared.value.skip(ctx.value_step(work.index, work.first_step + block))
 
-    return tuple(state or softmax.running_start(ctx.columns, ctx.shape.log2_scale))
+    return state or softmax.running_start(ctx.columns, ctx.shape.log2_scale)
 
 
 def _merged(
@@ -193,21 +183,15 @@ def _one_item(carry: tuple[Any, ...], ctx: Context) -> tuple[Any, ...]:
     work = Work(item, ctx.part(item, index), index, first_step)
     part = work.part
     shared.query.await_ready(index)
-    maximum, partial_sums, acc = lax.cond(
-        part.count > 0,
-        functools.partial(_compute, ctx, work),
-        functools.partial(_skip_all, ctx, work),
-    )
+    compute, skip = (functools.partial(x, ctx, work) for x in (_compute, _skip_all))
+    running = lax.cond(part.count > 0, compute, skip)
     if shared.own is not None:
-        maximum, partial_sums, acc = own.added(ctx, work, maximum, partial_sums, acc)
+        running = own.added(ctx, work, running)
     shared.query.release(index)
-    state: tuple[jax.Array, ...] = (acc, maximum, jnp.sum(partial_sums, axis=1))
+    state: tuple[jax.Array, ...] = (running.acc, running.extreme, jnp.sum(running.sums, axis=1))
     if shared.exchange is not None:
         state = _exchanged(ctx, part, *state)
-
-    @pl.when(part.stores)
-    def _() -> None:
-        store.store(ctx, part, item.head, *state)
+    pl.when(part.stores)(functools.partial(store.store, ctx, part, item.head, *state))
 
     if ctx.shape.listed:
 
@@ -223,13 +207,9 @@ def consume(ctx: Context) -> None:
     """Computes this consumer's parts of all items of its CTA."""
     ctx = ctx.as_consumer()
     shared = ctx.shared
-    is_exchanged = shared.exchange_free is not None
-    if is_exchanged:
-
-        @pl.when(ctx.consumer == 0)
-        def _() -> None:
-            plgpu.barrier_arrive(shared.exchange_free.at[0])
-
+    free = shared.exchange_free
+    if free is not None:
+        pl.when(ctx.consumer == 0)(lambda: plgpu.barrier_arrive(free.at[0]))
     if ctx.config.turns:  # an item ends as it begins: the turn is consumer 0's
         pl.when(ctx.consumer == 1)(functools.partial(turns.hand_over, ctx))
     zero = jnp.int32(0)
@@ -238,7 +218,7 @@ def consume(ctx: Context) -> None:
     if ctx.shape.listed:
         place = ctx.place(zero)
         head = place.head if ctx.shape.prefetches else None
-        listing.find(ctx, *ctx.listed_place(place), head)
+        listing.find(ctx, *ctx.listed_place(place.slot), head)
     first = (ctx.receive(zero), zero, zero)
     end: tuple[Any, ...] = lax.while_loop(
         lambda carry: carry[0].blocks >= 0, functools.partial(_one_item, ctx=ctx), first
@@ -250,9 +230,5 @@ def consume(ctx: Context) -> None:
     shared.query.release(index)
     if ctx.config.turns:
         pl.when(ctx.consumer == 0)(functools.partial(turns.take, ctx))
-
-    if is_exchanged:
-
-        @pl.when(ctx.consumer == 1)
-        def _() -> None:
-            plgpu.barrier_wait(shared.exchange_free.at[0])
+    if free is not None:
+        pl.when(ctx.consumer == 1)(lambda: plgpu.barrier_wait(free.at[0]))

@@ -22,11 +22,6 @@ ALONE, BY_KEYS, BY_ROWS, BY_COLUMNS = range(4)
 PERIOD = 1024
 
 
-def row_slots(batch: int, users: int, q_len: int, item_rows: int) -> int:
-    """Number of row slots; see `rows`."""
-    return users + batch * q_len // item_rows
-
-
 def firsts_before(position: Any, firsts: int, extra: int) -> Any:
     """Counts the items of users' first slots before a position in the order of all items.
 
@@ -48,7 +43,7 @@ class Shape(AttentionShape):
     Attributes:
       group: query heads of one key head whose queries share a tile.
       head_rows: rows of a tile of 64 that belong to one query head.
-      slots: see `row_slots`; if CTAs list candidates, slot i has the rows of user i % U.
+      slots: row slots, see `rows`; if CTAs list candidates, slot i has rows of user i % U.
       bundle: neighbouring items, of one slot and split, that a CTA takes at once, so that rows are
         found or listed once: 1, or groups of query heads.
       listed: most candidates of an item, if CTAs list them because the index is not sorted; else 0.
@@ -214,10 +209,10 @@ class Context(WarpgroupContext):
         _, rank = self._bundle(jnp.int32(full))
         return full + (rank < rest).astype(jnp.int32)
 
-    def listed_place(self, place: Place) -> tuple[Any, Any]:
+    def listed_place(self, slot: Any) -> tuple[Any, Any]:
         """Returns a slot's user and the rank of its first candidate, if CTAs list candidates."""
         users = self.shape.users
-        return lax.rem(place.slot, users), lax.div(place.slot, users) * self.shape.listed
+        return lax.rem(slot, users), lax.div(slot, users) * self.shape.listed
 
     def part(self, item: Item, index: Any) -> Part:
         """Returns this consumer's part of an item."""
@@ -279,10 +274,17 @@ class Context(WarpgroupContext):
     def shares_columns(self) -> bool:
         return self.config.shares_columns(self.shape.head_dim)
 
-    @property
-    def first_column_block(self) -> Any:
-        """Number of this consumer's first block of 64 columns of values, if they are shared."""
-        return self.consumer * (column_blocks(self.shape.head_dim) - MAX_COLUMNS // BLOCK_K)
+    def columns_of(self, values: Any) -> Any:
+        """Returns the blocks of 64 columns of values that this consumer multiplies."""
+        if not self.shares_columns:
+            return values
+        first = self.consumer * (column_blocks(self.shape.head_dim) - MAX_COLUMNS // BLOCK_K)
+        return values.at[pl.ds(first, MAX_COLUMNS // BLOCK_K)]
+
+    def queries(self, work: Work) -> Any:
+        """Returns the tile of queries of a consumer's part."""
+        query = self.shared.query
+        return query.tiles[0].at[query.slot(work.index), work.part.tile if self.tiles > 1 else 0]
 
     @property
     def has_ranges(self) -> bool:

@@ -54,7 +54,7 @@ def gather(ctx: Any) -> None:
         return found.following, found.next_rank, index
 
     count, zero = ctx.count(), jnp.int32(0)
-    _, rank = ctx.listed_place(ctx.place(zero))
+    _, rank = ctx.listed_place(ctx.place(zero).slot)
     index = lax.while_loop(lambda carry: carry[0] < count, one_listing, (zero, rank, zero))[-1]
     # The end has a slot, too, for which consumers wait: they release it only after these warps have
     # seen the release before.

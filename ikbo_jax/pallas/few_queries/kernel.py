@@ -54,7 +54,7 @@ import jax.numpy as jnp
 from ikbo_jax.pallas.activations.cap import Cap, scale_and_cap
 from ikbo_jax.pallas.few_queries import gathering
 from ikbo_jax.pallas.few_queries.consumer import consume
-from ikbo_jax.pallas.few_queries.context import Context, Operands, Outputs, Shape, row_slots
+from ikbo_jax.pallas.few_queries.context import Context, Operands, Outputs, Shape
 from ikbo_jax.pallas.few_queries.producer import produce
 from ikbo_jax.pallas.flash.softmax import LN_2, further
 from ikbo_jax.pallas.hopper import own_tokens
@@ -162,7 +162,7 @@ def _shape(
     splits = config.parts(kv_len)
     groups = q_heads // group
     cached = 2 * nbytes <= CACHE_BYTES
-    listed, slots = 0, row_slots(batch, users, q_len, item_rows)
+    listed, slots = 0, users + batch * q_len // item_rows
     bundle = groups if slots * splits >= LEAST_BUNDLES * num_sms else 1
     sizes = (batch, users, q_len, kv_len, q_heads, kv_heads, head_dim)
     problem = AttentionProblem(*sizes, query.dtype.name)
@@ -222,8 +222,7 @@ def _launch(
             functools.partial(Context, shape, config),
             produce,
             consume,
-            gathering.gather if shape.listed else None,
-            assistants=GATHERING_WARPS,
+            ((gathering.gather, GATHERING_WARPS),) if shape.listed else (),
             registers=_registers(shape, config, has_ranges=operands.ranges is not None),
         ),
         operands,

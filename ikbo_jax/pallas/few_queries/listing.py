@@ -14,7 +14,7 @@ Synchronisations in addition to the kernel's:
   3. `query.ready` of any item of the bundle also tells each consumer that the list is complete.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -42,12 +42,11 @@ def find(ctx: Any, user: Any, rank: Any, head: Any = None) -> None:
     Both consumers call it. `head`: None, or the first of the query heads whose queries are
     prefetched.
     """
-    listing, index = ctx.shared.listing, ctx.operands.cand_to_user
     if ctx.interpret:
         mosaic.named_barrier("sync", jnp.int32(BARRIER), turns.CONSUMER_THREADS)
         pl.when(ctx.consumer == 0)(lambda: _find_at_once(ctx, user, rank))
     else:
-        _find(ctx, index, listing, user, rank, head)
+        _find(ctx, user, rank, head)
     plgpu.barrier_arrive(ctx.shared.listed.at[0])
 
 
@@ -66,11 +65,11 @@ def _find_at_once(ctx: Any, user: Any, rank: Any) -> None:
         listing[LISTED + warp] = jnp.sum(is_found, dtype=jnp.int32) if warp == 0 else jnp.int32(0)
 
 
-def _find(ctx: Any, index: Any, listing: Any, user: Any, rank: Any, head: Any) -> None:
-    shape = ctx.shape
+def _find(ctx: Any, user: Any, rank: Any, head: Any) -> None:
+    shape, index = ctx.shape, ctx.operands.cand_to_user
     of_queries = () if head is None else (ctx.operands.query, head)
 
-    @inline.code(index, listing, ctx.consumer, user, rank, *of_queries)
+    @inline.code(index, ctx.shared.listing, ctx.consumer, user, rank, *of_queries)
     def _(index: Any, listing: Any, consumer: Integer, user: Any, rank: Any, *rest: Any) -> None:
         thread = thread_of(consumer)
         warp = thread // warps.LANES
@@ -121,6 +120,20 @@ def load_part(index: ir.Value, first: ir.Value) -> list[Integer]:
     """Loads the users of four candidates from `first` on, a multiple of 4."""
     address = inline.address(index, first)
     return inline.issue_words("ld.global.v4.b32 {$0, $1, $2, $3}, [$4];", PART, address)
+
+
+def while_any(body: Callable[..., list[Integer]], *words: ir.Value) -> list[Integer]:
+    """Repeats words = body(*words) while the first word of any lane is not 0."""
+    kinds = [x.type for x in words]
+    loop = scf.WhileOp(kinds, words)
+    block = loop.before.blocks.append(*kinds)
+    with ir.InsertionPoint(block):
+        lanes = warps.ballot(Integer(block.arguments[0]).differs(0))
+        scf.condition(lanes.differs(0), block.arguments)
+    block = loop.after.blocks.append(*kinds)
+    with ir.InsertionPoint(block):
+        scf.yield_(body(*map(Integer, block.arguments)))
+    return [Integer(x) for x in loop.results]
 
 
 class _Share:
@@ -175,29 +188,23 @@ class _Share:
         self, query: ir.Value, number: int, word: ir.Value, head: ir.Value, shape: Any
     ) -> None:
         """Prefetches the queries of word `number`'s candidates to L2, of a group from `head` on."""
-        i32, zero = ir.IntegerType.get_signless(32), inline.i32(0)
         row = shape.q_heads * shape.head_dim * 2
         offsets = [
             t * row + part
             for t in range(shape.q_len)
             for part in range(0, shape.group * shape.head_dim * 2, _LINE)
         ]
-        loop = scf.WhileOp([i32], [word])
-        block = loop.before.blocks.append(i32)
-        with ir.InsertionPoint(block):
-            (word,) = map(Integer, block.arguments)
-            lanes = warps.ballot(word.differs(zero))
-            scf.condition(lanes.differs(zero), [word])
-        block = loop.after.blocks.append(i32)
-        with ir.InsertionPoint(block):
-            (word,) = map(Integer, block.arguments)
+
+        def one_candidate(word: Integer) -> list[Integer]:
             element = warps.lowest_bit(word) + number * warps.LANES
             terms = [(self._candidate(element), shape.q_len * row // 2), (head, shape.head_dim)]
             address = stores.device_address(query, terms, 2)
             for offset in offsets[:_MOST_LINES]:
-                wanted = word.differs(zero)
+                wanted = word.differs(0)
                 inline.issue(f"prefetch.global.L2 [$0 + {offset}];", address, predicate=wanted)
-            scf.yield_([word & (word - 1)])
+            return [word & (word - 1)]
+
+        while_any(one_candidate, word)
 
     def _candidate(self, element: Integer) -> Integer:
         part = element // PART * THREADS + self._thread
@@ -222,23 +229,17 @@ def await_found(ctx: Any, i: Any, rank: Any) -> Found:
     """Waits until the candidates of the CTA's bundle `i`, from number `rank` on, are listed."""
     shape = ctx.shape
     stride = shape.slots // shape.users * shape.listed
-    total = await_total(ctx)
-    found = jnp.clip(total - rank, 0, shape.listed)
-    stays = rank + stride < total
-    following = jnp.where(stays, i, i + 1)
-    user, next_rank = ctx.listed_place(ctx.place(following))
-    next_rank = jnp.where(stays, rank + stride, next_rank)
-    items = jnp.where(found == 0, 1, shape.bundle)
-    return Found(found * shape.q_len, items, following, user, next_rank)
-
-
-def await_total(ctx: Any) -> Any:
-    """Waits for a listing; returns how many candidates the user has."""
     plgpu.barrier_wait(ctx.shared.listed.at[0])
     total = ctx.shared.listing[LISTED]
     for warp in range(1, LISTING_WARPS):
         total = total + ctx.shared.listing[LISTED + warp]
-    return total
+    found = jnp.clip(total - rank, 0, shape.listed)
+    stays = rank + stride < total
+    following = jnp.where(stays, i, i + 1)
+    user, next_rank = ctx.listed_place(ctx.place(following).slot)
+    next_rank = jnp.where(stays, rank + stride, next_rank)
+    items = jnp.where(found == 0, 1, shape.bundle)
+    return Found(found * shape.q_len, items, following, user, next_rank)
 
 
 def listed_row(listing: ir.Value, row: Integer, q_len: int) -> Integer:

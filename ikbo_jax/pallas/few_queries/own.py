@@ -14,19 +14,20 @@ from jax.experimental import pallas as pl
 from ikbo_jax.pallas.few_queries.context import Context, Work
 from ikbo_jax.pallas.flash import softmax
 from ikbo_jax.pallas.hopper import mma, own_tokens
-from ikbo_jax.problems.hopper import BLOCK_K, NUM_CONSUMERS
+from ikbo_jax.problems.hopper import NUM_CONSUMERS
 
 
 def issue_scores(ctx: Context, work: Work) -> jax.Array:
     """Waits for the own tokens of a part, and issues the products of its queries and own keys."""
-    shape, own, ring, query = ctx.shape, ctx.shape.own, ctx.own_ring, ctx.shared.query
+    own, ring = ctx.shape.own, ctx.own_ring
     if own.groups > 1:
         first = ctx.own_step(work.index, work.first_step)
         pl.when(work.part.tile > 0)(lambda: _skip(ctx, first, own.stages))
     step = _first_step(ctx, work)
     ring.await_ready(step)
-    queries = query.tiles[0].at[query.slot(work.index), work.part.tile if ctx.tiles > 1 else 0]
-    return mma.product(queries, ring.matrix(step), shape.head_dim, columns=own.columns)
+    return mma.product(
+        ctx.queries(work), ring.matrix(step), ctx.shape.head_dim, columns=own.columns
+    )
 
 
 def begun(ctx: Context, work: Work, products: jax.Array) -> softmax.Running:
@@ -42,29 +43,20 @@ def begun(ctx: Context, work: Work, products: jax.Array) -> softmax.Running:
     return lax.cond(_adds(ctx, work), lambda: _tokens(ctx, work, products), skipping)
 
 
-def begun_alone(ctx: Context, work: Work) -> softmax.Running:
-    """Begins the softmax of a part without keys, or frees its own tokens."""
+def added(ctx: Context, work: Work, state: softmax.Running | None) -> softmax.Running:
+    """Adds the own tokens of a part to the state of its softmax, and frees them.
 
-    def beginning() -> softmax.Running:
-        return _tokens(ctx, work, issue_scores(ctx, work))
-
-    def skipping() -> softmax.Running:
-        _skip_all(ctx, work)
-        return softmax.running_start(ctx.columns, ctx.shape.log2_scale)
-
-    return lax.cond(_adds(ctx, work), beginning, skipping)
-
-
-def added(ctx: Context, work: Work, *state: jax.Array) -> softmax.Running:
-    """Adds the own tokens of a part to the state of its softmax, and frees them."""
+    Without a state, begins the softmax of a part without keys.
+    """
+    log2_scale = ctx.shape.log2_scale
 
     def adding() -> softmax.Running:
         own = _tokens(ctx, work, issue_scores(ctx, work))
-        return softmax.merged(softmax.Running(*state), own, log2_scale=ctx.shape.log2_scale)
+        return own if state is None else softmax.merged(state, own, log2_scale=log2_scale)
 
     def skipping() -> softmax.Running:
-        _skip_all(ctx, work)
-        return softmax.Running(*state)
+        _skip(ctx, ctx.own_step(work.index, work.first_step), ctx.shape.own.number)
+        return state or softmax.running_start(ctx.columns, log2_scale)
 
     return lax.cond(_adds(ctx, work), adding, skipping)
 
@@ -91,11 +83,8 @@ def _tokens(ctx: Context, work: Work, products: jax.Array) -> softmax.Running:
     stages = [_first_step(ctx, work) + i for i in range(own.stages)]
     for stage in stages[1:]:
         ring.await_ready(stage)
-    blocks: Any = slice(None)
-    if ctx.shares_columns:
-        blocks = pl.ds(ctx.first_column_block, ctx.columns // BLOCK_K)
     # Values are read while the tensor cores multiply.
-    value = own_tokens.values(ring.matrix(stages[-1]).at[blocks], own, places, ctx.columns)
+    value = own_tokens.values(ctx.columns_of(ring.matrix(stages[-1])), own, places, ctx.columns)
     mma.wait(0)
     for stage in stages:
         ring.release(stage)
@@ -109,10 +98,6 @@ def _first_step(ctx: Context, work: Work) -> Any:
     """Returns the step of the own tokens of this consumer's tile."""
     first, own = ctx.own_step(work.index, work.first_step), ctx.shape.own
     return first + work.part.tile * own.stages if own.groups > 1 else first
-
-
-def _skip_all(ctx: Context, work: Work) -> None:
-    _skip(ctx, ctx.own_step(work.index, work.first_step), ctx.shape.own.number)
 
 
 def _skip_next_group(ctx: Context, work: Work) -> None:

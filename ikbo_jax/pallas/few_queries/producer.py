@@ -67,8 +67,11 @@ def _load_block(
     ring.await_reuse(step)
     tiles, ready = ring.copied(step), ring.ready_at(step)
     first_key = block * size
-    if ctx.shape.page:
-        user, first_key = _page_of(ctx, user, first_key)
+    if page := ctx.shape.page:
+        number = lax.div(first_key, page)
+        user = ctx.operands.pages[user * (ctx.shape.kv_len // page) + number]
+        user = jnp.clip(user, 0, source.shape[0] - 1)  # the user's page
+        first_key = first_key - number * page
 
     def load(begin: int, end: int) -> None:
         keys = pl.ds(first_key + begin, end - begin)
@@ -100,38 +103,23 @@ def _load_block(
     pl.when(~is_whole)(load_parts)
 
 
-def _page_of(ctx: Context, user: Any, first_key: Any) -> tuple[Any, Any]:
-    """Returns the page of a user's key, clamped to the pages, and the key's position in it."""
-    shape = ctx.shape
-    number = lax.div(first_key, shape.page)
-    page = ctx.operands.pages[user * (shape.kv_len // shape.page) + number]
-    page = jnp.clip(page, 0, ctx.operands.key.shape[0] - 1)
-    return page, first_key - number * shape.page
-
-
 def _load_first_block(ctx: Context, place: Place) -> Any:
     """Loads the first block of this CTA's keys and values, while its rows are searched.
 
     Returns the user whose block is loaded, or -1. A slot without rows loads a block in vain.
     """
+
+    def load(user: Any) -> Any:
+        first = (user, place.split * ctx.split_blocks, place.kv_head)
+        _load_block(ctx, ctx.operands.key, ctx.shared.key, jnp.int32(0), first)
+        if not ctx.own_stages:  # own tokens come first among values
+            _load_block(ctx, ctx.operands.value, ctx.shared.value, jnp.int32(0), first)
+        return user
+
     if ctx.shape.table is None:
-        _, user = rows.user_of_slot(ctx, place.slot)
-        return _load_block_of(ctx, user, place)
-    user = place.slot
-    return lax.cond(
-        user < ctx.shape.users,
-        functools.partial(_load_block_of, ctx, user, place),
-        lambda: jnp.int32(-1),
-    )
-
-
-def _load_block_of(ctx: Context, user: Any, place: Place) -> Any:
-    """Loads the first block of a user's keys and values; returns the user."""
-    first = (user, place.split * ctx.split_blocks, place.kv_head)
-    _load_block(ctx, ctx.operands.key, ctx.shared.key, jnp.int32(0), first)
-    if not ctx.own_stages:  # own tokens come first among values
-        _load_block(ctx, ctx.operands.value, ctx.shared.value, jnp.int32(0), first)
-    return user
+        return load(rows.user_of_slot(ctx, place.slot)[1])
+    is_first = place.slot < ctx.shape.users
+    return lax.cond(is_first, functools.partial(load, place.slot), lambda: jnp.int32(-1))
 
 
 def _send(
@@ -195,7 +183,10 @@ def _send_rows(
         sharing = jnp.where(count > shape.head_rows, BY_ROWS, sharing)
     words = (blocks, keys, place.head, target, count, sharing, *further)
     if seen is not None:
-        words = (*words, *(() if further else (-1, 0)), *_whole_blocks(size, first_block, seen))
+        first_key = first_block * size
+        whole_from = lax.div(jnp.maximum(seen.all_from - first_key, 0) + (size - 1), size)
+        whole_to = lax.div(jnp.maximum(seen.all_to - first_key, 0), size)
+        words = (*words, *(() if further else (-1, 0)), first_key, whole_from, whole_to)
     shared.items.send_words(progress.items, words)
 
     def load(source: Any, ring: Ring, step: Any, block: Any) -> None:
@@ -273,19 +264,9 @@ def _skip(ready: Any, count: int) -> None:
         plgpu.barrier_arrive(ready)
 
 
-def _whole_blocks(size: int, first_block: Any, seen: ranges.Bounds) -> tuple[Any, ...]:
-    """Returns the first key, and the first and end of the item's blocks that all rows see whole."""
-    first_key = first_block * size
-    return (
-        first_key,
-        lax.div(jnp.maximum(seen.all_from - first_key, 0) + (size - 1), size),
-        lax.div(jnp.maximum(seen.all_to - first_key, 0), size),
-    )
-
-
 def _load_more_blocks(ctx: Context, place: Place) -> Any:
     """Loads more of the first blocks while candidates are listed; counts those in the rings."""
-    user = ctx.listed_place(place)[0]
+    user = ctx.listed_place(place.slot)[0]
     keys = rows.length_of(ctx, user) - place.split * (ctx.split_blocks * ctx.config.block_kv)
     blocks = jnp.clip(pl.cdiv(keys, ctx.config.block_kv), 1, ctx.split_blocks)
     loaded = jnp.minimum(blocks, min(ctx.config.k_stages, ctx.config.v_stages))
@@ -311,7 +292,7 @@ def _send_listed(ctx: Context, count: Any, progress: _Progress) -> _Progress:
     def one_listing(carry: tuple[Any, ...]) -> tuple[Any, ...]:
         i, rank, loaded, progress = carry
         place = ctx.place(i)
-        user, _ = ctx.listed_place(place)
+        user = ctx.listed_place(place.slot)[0]
         length = rows.length_of(ctx, user)  # loaded while the candidates are listed
         found, items, following, next_user, next_rank = listing.await_found(ctx, i, rank)
         next_user = jnp.where(following < count, next_user, -1)
@@ -331,10 +312,9 @@ def _send_listed(ctx: Context, count: Any, progress: _Progress) -> _Progress:
         return following, next_rank, jnp.int32(0), progress
 
     first = ctx.place(jnp.int32(0))
-    _, rank = ctx.listed_place(first)
+    _, rank = ctx.listed_place(first.slot)
     start = (jnp.int32(0), rank, _load_more_blocks(ctx, first), progress)
-    progress = lax.while_loop(lambda carry: carry[0] < count, one_listing, start)[-1]
-    return progress
+    return lax.while_loop(lambda carry: carry[0] < count, one_listing, start)[-1]
 
 
 def produce(ctx: Context) -> None:

@@ -18,15 +18,11 @@ from jax import lax
 from jaxlib.mlir import ir
 
 from ikbo_jax.pallas.few_queries import user_table
-from ikbo_jax.pallas.few_queries.context import Context, Place
+from ikbo_jax.pallas.few_queries.context import Context
 from ikbo_jax.pallas.hopper import inline, mosaic
 from ikbo_jax.pallas.hopper.inline import Integer
 from ikbo_jax.pallas.hopper.warps import LANES, ballot, from_lane, lane, lowest_bit, total
-from ikbo_jax.pallas.worklist.search import (
-    count_at_most,
-    end_of_run,
-    user_at,
-)
+from ikbo_jax.pallas.worklist.search import count_at_most, end_of_run, user_at
 
 #: Lanes that search for one bound, and candidates that each of them compares at once: 16,384
 #: candidates take two rounds of loads, each of which takes 0.5 us or more.
@@ -146,7 +142,7 @@ def user_of_slot(ctx: Context, slot: Any) -> tuple[Any, Any]:
     """Returns (the candidate of an extra slot, the slot's user), if the index is sorted."""
     shape = ctx.shape
     if shape.listed:
-        return None, ctx.listed_place(Place(slot, None, None, None))[0]
+        return None, ctx.listed_place(slot)[0]
     extra = slot - shape.users
     candidate = jnp.maximum(lax.div((extra + 1) * shape.item_rows - 1, shape.q_len), 0)
     return candidate, jnp.where(extra >= 0, _user_at(ctx, candidate), slot)
@@ -172,24 +168,21 @@ def extent_of(ctx: Context, slot: Any) -> Extent:
 
 
 def _tabled_extent(ctx: Context, slot: Any) -> Extent:
-    shape = ctx.shape
-    if not shape.packs_slots:
-        return _tabled_extent_of(ctx, slot)
-    slot, has_rows = lax.cond(
-        slot < shape.users,
-        lambda: (slot, True),
-        functools.partial(user_table.packed_slot, ctx, slot - shape.users),
-    )
-    extent = _tabled_extent_of(ctx, slot)
-    return extent._replace(end=jnp.where(has_rows, extent.end, extent.first))
-
-
-def _tabled_extent_of(ctx: Context, slot: Any) -> Extent:
+    shape, has_rows = ctx.shape, None
+    if shape.packs_slots:
+        slot, has_rows = lax.cond(
+            slot < shape.users,
+            lambda: (slot, True),
+            functools.partial(user_table.packed_slot, ctx, slot - shape.users),
+        )
     user = user_table.user_of_slot(ctx, slot)
-    length = jnp.int32(ctx.shape.kv_len)
+    length = jnp.int32(shape.kv_len)
     if ctx.operands.lengths is not None:
         length = user_table.length(ctx, user)
-    return _of_user(ctx, slot, user_table.candidates(ctx, user), user, length)
+    extent = _of_user(ctx, slot, user_table.candidates(ctx, user), user, length)
+    if has_rows is None:
+        return extent
+    return extent._replace(end=jnp.where(has_rows, extent.end, extent.first))
 
 
 def _of_user(
@@ -222,22 +215,17 @@ def run_of(ctx: Context, extent: Extent) -> tuple[Any, Any]:
     if ctx.operands.cand_to_user is None:
         return jnp.int32(0), extent.end
     if ctx.shape.table is None:
-        return _searched_run(ctx, extent.first, extent.end)
+        return _searched_run(ctx, extent)
     return lax.cond(
         user_table.is_sorted(ctx),
         lambda: (extent.user, extent.end),
-        functools.partial(_searched_run, ctx, extent.first, extent.end),
+        functools.partial(_searched_run, ctx, extent),
     )
 
 
-def _searched_run(ctx: Context, first: Any, end: Any) -> tuple[Any, Any]:
-    shape, index = ctx.shape, ctx.operands.cand_to_user
-    candidate = jnp.minimum(lax.div(first, shape.q_len), shape.batch - 1)
-    stop = end_of_run(
-        index,
-        candidate,
-        lax.div(end - 1, shape.q_len) + 1,
-        shape.item_rows // shape.q_len + 2,
-        shape.users,
-    )
-    return _user_at(ctx, candidate), jnp.minimum(stop * shape.q_len, end)
+def _searched_run(ctx: Context, extent: Extent) -> tuple[Any, Any]:
+    shape, most = ctx.shape, ctx.shape.item_rows // ctx.shape.q_len + 2
+    candidate = jnp.minimum(lax.div(extent.first, shape.q_len), shape.batch - 1)
+    last = lax.div(extent.end - 1, shape.q_len)
+    stop = end_of_run(ctx.operands.cand_to_user, candidate, last + 1, most, shape.users)
+    return _user_at(ctx, candidate), jnp.minimum(stop * shape.q_len, extent.end)

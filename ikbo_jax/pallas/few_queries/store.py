@@ -91,39 +91,10 @@ def _store_rows(
     order = None
     if ctx.operands.targets is not None:
         order = RowOrder(ctx.operands.targets, ctx.shape.q_len, rows=ctx.shape.rows)
-    store_values = _store_interpreted if ctx.interpret else _store_from_registers
-    store_values(ctx, output, values, part, head, column, begin, order=order)
-
-
-def _store_interpreted(
-    ctx: Context, output: Any, values: jax.Array, part: Part, *place: Any, order: RowOrder | None
-) -> None:
-    """Stores rows as `_store_rows` says, under interpretation."""
-    shape, shared, (head, column, begin) = ctx.shape, ctx.shared, place
-    has_columns = len(output.shape) == 3
-    columns = (slice(begin, values.shape[1]),) if has_columns else ()
-    targets = (pl.ds(column + begin, values.shape[1] - begin),) if has_columns else ()
-
-    @pl.loop(0, part.rows)
-    def _(r: Any) -> None:
-        row = r
-        if shape.listed:
-            row = part.offset + r
-            candidate = shared.listing[lax.div(row, shape.q_len)]
-            row = candidate * shape.q_len + lax.rem(row, shape.q_len)
-        row = part.target + row
-        if order is not None:
-            row, _ = order.read(row, head)
-        for j in range(shape.group):
-            of_row = lax.dynamic_index_in_dim(values, j * shape.head_rows + r, keepdims=False)
-            output[row, head + j, *targets] = of_row[*columns] if has_columns else of_row
-
-
-def _store_from_registers(
-    ctx: Context, output: Any, values: jax.Array, part: Part, *place: Any, order: RowOrder | None
-) -> None:
-    """Stores rows as `_store_rows` says, on a GPU."""
-    shape, (head, column, begin) = ctx.shape, place
+    if ctx.interpret:
+        _store_interpreted(ctx, output, values, part, head, (column, begin), order)
+        return
+    shape = ctx.shape
     group, head_rows = shape.group, shape.head_rows
     _, heads, *widths = output.shape
     width = widths[0] if widths else 1
@@ -152,6 +123,36 @@ def _store_from_registers(
             if widths:
                 terms.append((column, 1))
             held.store(output, half, terms, is_wanted, begin=begin)
+
+
+def _store_interpreted(
+    ctx: Context,
+    output: Any,
+    values: jax.Array,
+    part: Part,
+    head: Any,
+    columns_of: tuple[Any, int],
+    order: RowOrder | None,
+) -> None:
+    """Stores rows as `_store_rows` says, under interpretation."""
+    shape, shared, (column, begin) = ctx.shape, ctx.shared, columns_of
+    has_columns = len(output.shape) == 3
+    columns = (slice(begin, values.shape[1]),) if has_columns else ()
+    targets = (pl.ds(column + begin, values.shape[1] - begin),) if has_columns else ()
+
+    @pl.loop(0, part.rows)
+    def _(r: Any) -> None:
+        row = r
+        if shape.listed:
+            row = part.offset + r
+            candidate = shared.listing[lax.div(row, shape.q_len)]
+            row = candidate * shape.q_len + lax.rem(row, shape.q_len)
+        row = part.target + row
+        if order is not None:
+            row, _ = order.read(row, head)
+        for j in range(shape.group):
+            of_row = lax.dynamic_index_in_dim(values, j * shape.head_rows + r, keepdims=False)
+            output[row, head + j, *targets] = of_row[*columns] if has_columns else of_row
 
 
 def _address(memory: ir.Value, thread: Integer, number: int) -> ir.Value:

@@ -21,7 +21,6 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import scf
 
 from ikbo_jax.pallas.few_queries import listing
 from ikbo_jax.pallas.hopper import inline, turns, warps
@@ -160,46 +159,42 @@ def _fill_at_once(ctx: Any) -> None:
 
 
 def _fill(ctx: Any) -> None:
-    shape, operands = ctx.shape, ctx.operands
+    """Writes a thread's share of the table; issues all loads before it waits for the first."""
+    shape, operands, table = ctx.shape, ctx.operands, ctx.shape.table
+    batch, users = shape.batch, shape.users
     lengths = () if operands.lengths is None else (operands.lengths,)
 
     @inline.code(operands.cand_to_user, ctx.shared.table, ctx.consumer, *lengths)
     def _(index: ir.Value, words: ir.Value, consumer: Integer, lengths: Any = None) -> None:
-        _write(shape, listing.thread_of(consumer), words, index, lengths)
-
-
-def _write(shape: Any, thread: Integer, words: ir.Value, index: ir.Value, lengths: Any) -> None:
-    """Writes a thread's share of the table; issues all loads before it waits for the first."""
-    table, batch, users = shape.table, shape.batch, shape.users
-    changes = _Changes(index, thread, batch, users)
-    owners = []
-    for number, is_slot in _strided(thread, table.extra):
-        last = ((number + 1) * shape.item_rows - 1) // shape.q_len
-        owners.append((number, is_slot, user_at(index, last, batch, users)))
-    keys = []
-    if lengths is not None:
-        for user, is_user in _strided(thread, users):
+        thread = listing.thread_of(consumer)
+        changes = _Changes(index, thread, batch, users)
+        owners = []
+        for number, is_slot in _strided(thread, table.extra):
+            last = ((number + 1) * shape.item_rows - 1) // shape.q_len
+            owners.append((number, is_slot, user_at(index, last, batch, users)))
+        keys = []
+        for user, is_user in _strided(thread, users if lengths is not None else 0):
             of_user = warps.load(lengths, user.at_most(users - 1))
             keys.append((user, is_user, of_user))
-    last_user = user_at(index, inline.i32(batch - 1), batch, users)
+        last_user = user_at(index, inline.i32(batch - 1), batch, users)
 
-    def put(first: int, at: Integer, value: ir.Value, is_wanted: ir.Value) -> None:
-        """Stores a 16-bit number at place `at` from word `first` on."""
-        warps.store_shared(words, at + 2 * first, value, is_wanted, bits=16)
+        def put(first: int, at: Integer, value: ir.Value, is_wanted: ir.Value) -> None:
+            """Stores a 16-bit number at place `at` from word `first` on."""
+            warps.store_shared(words, at + 2 * first, value, is_wanted, bits=16)
 
-    zero, two = inline.i32(0), inline.i32(2)
-    for at, is_word in _strided(thread, users):  # users without candidates
-        warps.store_shared(words, at, zero, is_word)
-    inline.issue(f"barrier.sync {listing.BARRIER}, {turns.CONSUMER_THREADS};", convergent=True)
-    fault = changes.put(put)
-    put(0, last_user * two + 1, inline.i32(batch), thread.equals(zero))
-    for number, is_slot, user in owners:
-        put(table.owners, number, user, is_slot)
-    for user, is_user, of_user in keys:
-        put(table.lengths, user, of_user.at_most(shape.kv_len).at_least(zero), is_user)
-    is_first, warp = warps.lane().equals(zero), thread // warps.LANES
-    faults = warps.ones(warps.ballot(fault))
-    warps.store_shared(words, warp + table.faults, faults, is_first)
+        zero, two = inline.i32(0), inline.i32(2)
+        for at, is_word in _strided(thread, users):  # users without candidates
+            warps.store_shared(words, at, zero, is_word)
+        inline.issue(f"barrier.sync {listing.BARRIER}, {turns.CONSUMER_THREADS};", convergent=True)
+        fault = changes.put(put)
+        put(0, last_user * two + 1, inline.i32(batch), thread.equals(zero))
+        for number, is_slot, user in owners:
+            put(table.owners, number, user, is_slot)
+        for user, is_user, of_user in keys:
+            put(table.lengths, user, of_user.at_most(shape.kv_len).at_least(zero), is_user)
+        is_first, warp = warps.lane().equals(zero), thread // warps.LANES
+        faults = warps.ones(warps.ballot(fault))
+        warps.store_shared(words, warp + table.faults, faults, is_first)
 
 
 def _strided(thread: Integer, count: int) -> list[tuple[Integer, Integer]]:
@@ -251,32 +246,24 @@ class _Changes:
         self, put: Callable[..., None], parts: list[tuple[Any, ...]], fault: Integer
     ) -> Integer:
         """Puts the users of parts in which a user begins; returns `fault`, or 1 if in disorder."""
-        i32 = ir.IntegerType.get_signless(32)
-        zero, one = inline.i32(0), inline.i32(1)
-        changed = zero
+        zero = changed = inline.i32(0)
         for number, (_, users, before, is_part) in enumerate(parts):
             differences = zero
             for user, other in zip(users, [before, *users[:-1]], strict=True):
                 differences = differences | (user ^ other)
             has_new = differences.differs(zero) & is_part
             changed = changed | has_new.select(1 << number, zero)
-        loop = scf.WhileOp([i32, i32], [changed, fault])
-        block = loop.before.blocks.append(i32, i32)
-        with ir.InsertionPoint(block):
-            word, fault = map(Integer, block.arguments)
-            lanes = warps.ballot(word.differs(zero))
-            scf.condition(lanes.differs(zero), [word, fault])
-        block = loop.after.blocks.append(i32, i32)
-        with ir.InsertionPoint(block):
-            word, fault = map(Integer, block.arguments)
+
+        def one_part(word: Integer, fault: Integer) -> list[Integer]:
             has_part = word.differs(zero)
             chosen = has_part.select(warps.lowest_bit(word), zero)
             part = chosen * listing.THREADS + self._thread
             first = has_part.select(part, zero) * listing.PART
             users, before = listing.load_part(self._index, first), self._before(first, has_part)
             fault = fault | self._put_users(put, first, users, before, has_part)
-            scf.yield_([word & (word - one), fault])
-        return Integer(loop.results[1])
+            return [word & (word - 1), fault]
+
+        return listing.while_any(one_part, changed, fault)[1]
 
     def _put_users(
         self,

@@ -8,14 +8,14 @@ Word w of thread t in group g of 16 columns is at [g, t, w], so every access of 
 contiguous.
 """
 
+from __future__ import annotations
+
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
-from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
@@ -30,21 +30,21 @@ class Fragment(NamedTuple):
     upper: Any  # bf16 [64, columns] in WGMMA layout; memory: int32 [columns / 16, 128, 4]
     lower: Any  # int32 [columns / 8 * 128]; memory: int32 [columns / 16, 128, 2]
 
+    def part(self, index: tuple[Any, ...], begin: Any, columns: int) -> Fragment:
+        """Selects `columns` columns from `begin` on of a fragment of an array in device memory."""
+        part: Any = pl.ds(begin // 16, columns // 16)
+        if mosaic.is_interpreted():
+            part = (slice(None), pl.ds(begin, columns))
+        return Fragment(*(plane.at[index].at[part] for plane in self))
 
-def types(columns: int, leading: tuple[int, ...]) -> Fragment:
-    """Declares an array of fragments in device memory."""
+
+def types(columns: int, leading: tuple[int, ...], threads: int = WARPGROUP_SIZE) -> Fragment:
+    """Declares an array of fragments in device memory; each is of `threads` threads."""
     if mosaic.is_interpreted():
-        return Fragment(*(jax.ShapeDtypeStruct((*leading, 64, columns), jnp.float32),) * 2)
-    shape = (*leading, columns // 16, WARPGROUP_SIZE)
+        shape = (*leading, threads // 2, columns)
+        return Fragment(*(jax.ShapeDtypeStruct(shape, jnp.float32),) * 2)
+    shape = (*leading, columns // 16, threads)
     return Fragment(*(jax.ShapeDtypeStruct((*shape, words), jnp.int32) for words in (4, 2)))
-
-
-def columns_of(memory: Fragment, begin: Any, columns: int) -> Fragment:
-    """Selects the part of a fragment in device memory with `columns` columns from `begin`."""
-    if mosaic.is_interpreted():
-        return Fragment(*(plane.at[:, pl.ds(begin, columns)] for plane in memory))
-    groups = pl.ds(begin // 16, columns // 16)
-    return Fragment(*(plane.at[groups] for plane in memory))
 
 
 def device_pointer(ref: ir.Value) -> ir.Value:
@@ -52,41 +52,30 @@ def device_pointer(ref: ir.Value) -> ir.Value:
     return llvm.addrspacecast(ir.Type.parse("!llvm.ptr<1>"), mgpu.utils.memref_ptr(ref))
 
 
-def _thread_vector(base: ir.Value, index: int, width: int) -> ir.Value:
-    """Computes the address of this thread's vector number `index`, of `width` 32-bit words."""
-    i32 = ir.IntegerType.get_signless(32)
+def _offset(address: ir.Value, words: ir.Value) -> ir.Value:
+    return mgpu.utils.getelementptr(address, [words], ir.IntegerType.get_signless(32))
+
+
+def _own_words(plane: ir.Value, width: int) -> ir.Value:
+    """Computes the address of this thread's first vector of `width` words."""
     thread = Integer(mgpu.thread_idx()) % WARPGROUP_SIZE
-    offset = thread * width + index * WARPGROUP_SIZE * width
-    return mgpu.utils.getelementptr(base, [offset], i32)
+    return _offset(device_pointer(plane), thread * width)
 
 
-def _load_words(source: ir.Value, vectors: int, width: int) -> list[ir.Value]:
-    base, words = device_pointer(source), []
-    for v in range(vectors):
-        words += inline.load_vector(_thread_vector(base, v, width), width)
-    return words
-
-
-def load_words(address: ir.Value, vectors: int, width: int, threads: int) -> list[ir.Value]:
+def load_words(
+    address: ir.Value, vectors: int, width: int, threads: int = WARPGROUP_SIZE
+) -> list[ir.Value]:
     """Loads `vectors` vectors of `width` words, `threads` vectors apart."""
-    i32, words = ir.IntegerType.get_signless(32), []
+    kind, words = _vector_type(width), []
     for v in range(vectors):
-        offset = inline.i32(v * threads * width)
-        at = mgpu.utils.getelementptr(address, [offset], i32)
-        words += inline.load_vector(at, width)
+        at = _offset(address, inline.i32(v * threads * width))
+        loaded = llvm.load(kind, at, alignment=4 * width)
+        words += [vector.extract(loaded, [], [i]) for i in range(width)]
     return words
 
 
-def _store_words(target: ir.Value, words: list[ir.Value], width: int) -> None:
-    kind = ir.VectorType.get((width,), ir.IntegerType.get_signless(32))
-    base = device_pointer(target)
-    for v in range(len(words) // width):
-        vec = vector.from_elements(kind, words[v * width : (v + 1) * width])
-        llvm.store(vec, _thread_vector(base, v, width), alignment=4 * width)
-
-
-def _lower_layout(columns: int) -> Any:
-    return plgpu.Layout.WG_STRIDED((columns // 8 * WARPGROUP_SIZE,), vec_size=1)
+def _vector_type(width: int) -> ir.Type:
+    return ir.VectorType.get((width,), ir.IntegerType.get_signless(32))
 
 
 def load(memory: Fragment, columns: int) -> Fragment:
@@ -97,8 +86,8 @@ def load(memory: Fragment, columns: int) -> Fragment:
     @inline.code(*memory, returns=register_types(columns))
     def issued(upper: ir.Value, lower: ir.Value) -> Any:
         return (
-            upper_in_registers(_load_words(upper, columns // 16, 4), columns),
-            lower_in_registers(_load_words(lower, columns // 16, 2), columns),
+            upper_in_registers(load_words(_own_words(upper, 4), columns // 16, 4), columns),
+            lower_in_registers(load_words(_own_words(lower, 2), columns // 16, 2)),
         )
 
     return Fragment(*issued)
@@ -107,30 +96,20 @@ def load(memory: Fragment, columns: int) -> Fragment:
 def register_types(columns: int) -> tuple[Any, Any]:
     """Declares a fragment in registers."""
     return (
-        plgpu.ShapeDtypeStruct((64, columns), jnp.bfloat16, layout=plgpu.Layout.WGMMA),
-        plgpu.ShapeDtypeStruct(
-            (columns // 8 * WARPGROUP_SIZE,), jnp.int32, layout=_lower_layout(columns)
-        ),
+        jax.ShapeDtypeStruct((64, columns), jnp.bfloat16),
+        jax.ShapeDtypeStruct((columns // 8 * WARPGROUP_SIZE,), jnp.int32),
     )
 
 
 def upper_in_registers(words: list[ir.Value], columns: int) -> mgpu.FragmentedArray:
     """Packs a thread's words into the upper plane of a fragment."""
     pair = ir.VectorType.get((2,), ir.BF16Type.get())
-    pairs = [mgpu.utils.bitcast(word, pair) for word in words]
-    shape = mgpu.WGMMA_LAYOUT.registers_shape((64, columns))
-    return inline.accumulator(np.array(pairs, dtype=object).reshape(shape))
+    return inline.array([mgpu.utils.bitcast(word, pair) for word in words], (64, columns))
 
 
-def lower_in_registers(words: list[ir.Value], columns: int) -> mgpu.FragmentedArray:
+def lower_in_registers(words: list[ir.Value]) -> mgpu.FragmentedArray:
     """Packs a thread's low bytes into the lower plane of a fragment."""
-    one = ir.VectorType.get((1,), ir.IntegerType.get_signless(32))
-    layout = _lower_layout(columns).to_mgpu()
-    registers = np.array([vector.from_elements(one, [word]) for word in words], dtype=object)
-    shape = layout.registers_shape((columns // 8 * WARPGROUP_SIZE,))
-    return mgpu.FragmentedArray(
-        _registers=registers.reshape(shape), _layout=layout, _is_signed=True
-    )
+    return inline.array(words, (len(words) * WARPGROUP_SIZE,))
 
 
 def store(memory: Fragment, value: jax.Array) -> None:
@@ -142,9 +121,12 @@ def store(memory: Fragment, value: jax.Array) -> None:
 
     @inline.code(*memory, value)
     def _(upper: ir.Value, lower: ir.Value, array: mgpu.FragmentedArray) -> None:
-        uppers, lowers = words_of(array)
-        _store_words(upper, uppers, 4)
-        _store_words(lower, lowers, 2)
+        for plane, width, words in zip((upper, lower), (4, 2), words_of(array), strict=True):
+            address = _own_words(plane, width)
+            for i in range(0, len(words), width):
+                at = _offset(address, inline.i32(i * WARPGROUP_SIZE))
+                stored = vector.from_elements(_vector_type(width), words[i : i + width])
+                llvm.store(stored, at, alignment=4 * width)
 
 
 def words_of(array: mgpu.FragmentedArray) -> tuple[list[ir.Value], list[ir.Value]]:
@@ -185,10 +167,7 @@ def add(acc: jax.Array, fragment: Fragment) -> jax.Array:
     if mosaic.is_interpreted():
         return acc + fragment.upper
 
-    @inline.code(
-        *(acc, *fragment),
-        returns=plgpu.ShapeDtypeStruct(acc.shape, jnp.float32, layout=plgpu.Layout.WGMMA),
-    )
+    @inline.code(acc, *fragment, returns=acc)
     def sums(acc: Any, upper: Any, lower: Any) -> Any:
         f32 = ir.F32Type.get()
         lowers = [vector.extract(r, [], [0]) for r in lower.registers.flat]

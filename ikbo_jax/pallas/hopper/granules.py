@@ -19,11 +19,10 @@ from jaxlib.mlir.dialects import arith, llvm, vector
 from ikbo_jax.pallas.hopper import fragment, inline, mosaic, stores
 from ikbo_jax.pallas.hopper.fragment import Fragment
 from ikbo_jax.pallas.hopper.inline import Integer
+from ikbo_jax.pallas.hopper.warps import LANES
 from ikbo_jax.problems.hopper import WARPGROUP_SIZE, WGMMA_M
 from ikbo_jax.problems.packed_compression import GRANULE
 
-#: Threads of a warp.
-WARP_SIZE = 32
 #: Words of a lane in a group of 16 columns: of the upper and of the lower plane.
 WORDS = Fragment(4, 2)
 #: Granules of an accumulator.
@@ -32,14 +31,7 @@ GRANULES = WGMMA_M // GRANULE
 
 def types(columns: int, granules: int) -> Fragment:
     """Types of the fragments of `granules` granules in device memory."""
-    if mosaic.is_interpreted():
-        return Fragment(*(jax.ShapeDtypeStruct((granules, GRANULE, columns), jnp.float32),) * 2)
-    shape = (granules, columns // 16, WARP_SIZE)
-    return Fragment(*(jax.ShapeDtypeStruct((*shape, words), jnp.int32) for words in WORDS))
-
-
-def _numbers_layout(count: int) -> Any:
-    return plgpu.Layout.WG_STRIDED((count * WARPGROUP_SIZE,), vec_size=1)
+    return fragment.types(columns, (granules,), LANES)
 
 
 def look_up(index: Any, first: Any, count: int, *, of_row: int, coarser_rows: int) -> Any:
@@ -57,28 +49,19 @@ def look_up(index: Any, first: Any, count: int, *, of_row: int, coarser_rows: in
 
         return jnp.stack([of(first + i) for i in range(count * GRANULES)])
 
-    layout = _numbers_layout(count)
+    shape = (count * WARPGROUP_SIZE,)
 
-    @inline.code(
-        *(index, first),
-        returns=plgpu.ShapeDtypeStruct((count * WARPGROUP_SIZE,), jnp.int32, layout=layout),
-    )
+    @inline.code(index, first, returns=jax.ShapeDtypeStruct(shape, jnp.int32))
     def read(index: ir.Value, first: Integer) -> mgpu.FragmentedArray:
         i32 = ir.IntegerType.get_signless(32)
-        one = ir.VectorType.get((1,), i32)
         base = fragment.device_pointer(index)
-        granule = first + _warp()
-        result = mgpu.FragmentedArray.splat(
-            inline.i32(0), (count * WARPGROUP_SIZE,), layout.to_mgpu(), is_signed=True
-        )
-        registers = result.registers.copy()
+        granule, found = first + _warp(), []
         for i in range(count):
             number = granule + i * GRANULES
             row = (number // of_row).at_most(last)
             user = Integer(llvm.load(i32, mgpu.utils.getelementptr(base, [row], i32)))
-            user = user.at_least(0).at_most(coarser_rows - 1) * of_row + number % of_row
-            registers.flat[i] = vector.from_elements(one, [user])
-        return mgpu.FragmentedArray(_registers=registers, _layout=layout.to_mgpu(), _is_signed=True)
+            found.append(user.at_least(0).at_most(coarser_rows - 1) * of_row + number % of_row)
+        return inline.array(found, shape)
 
     return read
 
@@ -104,15 +87,12 @@ def load(
             number = vector.extract(register, [], [0])
             uppers, lowers = (
                 fragment.load_words(
-                    _address(plane, number, begin, width),
-                    columns // 16,
-                    width,
-                    WARP_SIZE,
+                    _address(plane, number, begin, width), columns // 16, width, LANES
                 )
                 for plane, width in zip((upper, lower), WORDS, strict=True)
             )
             found.append(fragment.upper_in_registers(uppers, columns))
-            found.append(fragment.lower_in_registers(lowers, columns))
+            found.append(fragment.lower_in_registers(lowers))
         return tuple(found)
 
     return tuple(Fragment(*parts[i : i + 2]) for i in range(0, len(parts), 2))
@@ -142,7 +122,7 @@ def store(memory: Fragment, value: jax.Array, first: Any, begin: Any) -> None:
             for v in range(len(words) // width):
                 values = ", ".join(f"${i + 1}" for i in range(width))
                 inline.issue(
-                    f"st.global.v{width}.b32 [$0 + {v * WARP_SIZE * width * 4}], {{{values}}};",
+                    f"st.global.v{width}.b32 [$0 + {v * LANES * width * 4}], {{{values}}};",
                     address,
                     *words[v * width : (v + 1) * width],
                     predicate=exists,
@@ -159,23 +139,16 @@ def stage_transposed(blocks: Any, values: jax.Array, *, is_swizzled: bool = True
         for i in range(count):
             blocks[i] = lax.slice(values, (i * width, 0), ((i + 1) * width, rows)).T
         return
-    swizzle_type = mosaic.row_swizzle(blocks.shape, blocks.dtype)
+    swizzles = (mosaic.row_swizzle(blocks.shape, blocks.dtype),) if is_swizzled else ()
 
-    @inline.code(
-        inline.Typed(blocks, plgpu.RefType((swizzle_type,) if is_swizzled else ())), values
-    )
+    @inline.code(inline.Typed(blocks, plgpu.RefType(swizzles)), values)
     def _(blocks: ir.Value, values: mgpu.FragmentedArray) -> None:
-        words = [inline.word(pair) for pair in values.registers.flat]
-        thread = stores.thread_number()
-
-        def part(size: int, number: int) -> Integer:
-            return thread // size % number
-
+        words, thread = [inline.word(x) for x in values.registers.flat], stores.thread_number()
         # A warp's stmatrix stores four transposed 8 x 8 matrices: lane l provides the address of
         # row l % 8 of matrix l / 8. Matrix 1 is right of matrix 0, matrix 2 is below it.
-        row = part(1, 8) + part(16, 2) * 8
+        row = thread % 8 + thread // 16 % 2 * 8
         # Vectors of 8 columns: of the accumulator's 64 columns, and of a block.
-        vector_of_all = part(32, 4) * 2 + part(8, 2)
+        vector_of_all = thread // 32 % 4 * 2 + thread // 8 % 2
         vectors = width // 8
         block, vector_of_row = vector_of_all // vectors, vector_of_all % vectors
         # A swizzle exchanges the vectors of a row by the bits of the address from 128 bytes on.
@@ -184,8 +157,7 @@ def stage_transposed(blocks: Any, values: jax.Array, *, is_swizzled: bool = True
         if is_swizzled:
             vector_of_row = vector_of_row ^ swizzle
         vector_at = vector_of_row * 16
-        start = mgpu.utils.memref_ptr(blocks)
-        byte = ir.IntegerType.get_signless(8)
+        start, byte = mgpu.utils.memref_ptr(blocks), ir.IntegerType.get_signless(8)
         address = mgpu.utils.getelementptr(start, [offset + vector_at], byte)
         for step in range(0, len(words), 4):
             matrices = words[step : step + 4]
@@ -201,15 +173,15 @@ def stage_transposed(blocks: Any, values: jax.Array, *, is_swizzled: bool = True
 
 def _warp() -> Integer:
     """This thread's warp in its warpgroup."""
-    return stores.thread_number() // WARP_SIZE
+    return stores.thread_number() // LANES
 
 
 def _address(plane: ir.Value, granule: ir.Value, begin: Integer, words: int) -> ir.Value:
     """Computes the global address of this lane's words of the group at column `begin`."""
     i32, i64 = ir.IntegerType.get_signless(32), ir.IntegerType.get_signless(64)
     groups = ir.MemRefType(plane.type).shape[1]
-    lane = stores.thread_number() % WARP_SIZE
-    within = begin // 16 * (WARP_SIZE * words) + lane * words
-    offset = Integer(arith.extui(i64, granule)) * (groups * WARP_SIZE * words)
+    lane = stores.thread_number() % LANES
+    within = begin // 16 * (LANES * words) + lane * words
+    offset = Integer(arith.extui(i64, granule)) * (groups * LANES * words)
     offset = offset + arith.extui(i64, within)
     return mgpu.utils.getelementptr(fragment.device_pointer(plane), [offset], i32)

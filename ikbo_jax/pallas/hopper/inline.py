@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -12,12 +12,12 @@ import numpy as np
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm, vector
+from jaxlib.mlir.dialects import arith, vector
 
 from ikbo_jax.problems.hopper import WGMMA_M
 
 #: An int32 scalar that inline code returns.
-INTEGER = plgpu.ShapeDtypeStruct((), jnp.int32, layout=plgpu.Layout.WG_SPLAT(()))
+INTEGER = jax.ShapeDtypeStruct((), jnp.int32)
 
 
 class Typed(NamedTuple):
@@ -32,19 +32,22 @@ def code(*operands: Any, returns: Any = None) -> Callable[[Callable[..., Any]], 
 
     Operands are memory without transforms, or arrays: a scalar, which is an `Integer` in inline
     code, [64] rows of an accumulator, [64, columns], or an element for every thread. Operands of
-    other memory or layouts are `Typed`. `returns`: the types of the results; for an int32 scalar,
-    inline code returns a value.
+    other memory or layouts are `Typed`. `returns`: arrays, or types, of the results' shapes and
+    dtypes; for an int32 scalar or one element for every thread, inline code returns a value.
     """
     typed = [x if isinstance(x, Typed) else Typed(x, _type_of(x)) for x in operands]
+    results = jax.tree.map(
+        lambda x: plgpu.ShapeDtypeStruct(x.shape, x.dtype, layout=_layout(x.shape)), returns
+    )
 
     def run(function: Callable[..., Any]) -> Any:
         @functools.wraps(function)
         def with_integers(_: Any, *arguments: Any) -> Any:
-            results = function(*map(_unpacked, arguments))
-            return jax.tree.map(_packed, results, is_leaf=_is_array)
+            found = function(*map(_unpacked, arguments))
+            return jax.tree.map(_packed, found, results, is_leaf=_is_array)
 
         types = tuple(x.type for x in typed)
-        inlined = plgpu.inline_mgpu(arg_types=types, return_type=returns)(with_integers)
+        inlined = plgpu.inline_mgpu(arg_types=types, return_type=results)(with_integers)
         return inlined(*(x.value for x in typed))
 
     return run
@@ -53,12 +56,15 @@ def code(*operands: Any, returns: Any = None) -> Callable[[Callable[..., Any]], 
 def _type_of(operand: Any) -> Any:
     if not isinstance(getattr(operand, "aval", None), jax.core.ShapedArray):
         return plgpu.RefType()
-    if len(operand.shape) == 2:
+    return _layout(operand.shape)
+
+
+def _layout(shape: tuple[int, ...]) -> Any:
+    if len(shape) == 2:
         return plgpu.Layout.WGMMA
-    if operand.shape == (WGMMA_M,):
+    if shape == (WGMMA_M,):
         return plgpu.Layout.WGMMA.reduce(1)
-    strided = plgpu.Layout.WG_STRIDED(operand.shape, vec_size=1)
-    return strided if operand.shape else plgpu.Layout.WG_SPLAT(())
+    return plgpu.Layout.WG_STRIDED(shape, vec_size=1) if shape else plgpu.Layout.WG_SPLAT(())
 
 
 def _is_array(value: Any) -> bool:
@@ -70,9 +76,12 @@ def _unpacked(argument: Any) -> Any:
     return Integer(argument.registers.item()) if is_scalar else argument
 
 
-def _packed(result: Any) -> Any:
-    is_array = _is_array(result)
-    return result if is_array else mgpu.FragmentedArray.splat(result, (), is_signed=True)
+def _packed(result: Any, kind: Any) -> Any:
+    if _is_array(result):
+        return result
+    if kind.shape:
+        return array([result], kind.shape)
+    return mgpu.FragmentedArray.splat(result, (), is_signed=True)
 
 
 def _operator(operation: Any) -> Callable[[Any, ir.Value | int], Integer]:
@@ -182,11 +191,15 @@ def compute_word(ptx: str, *operands: ir.Value) -> Integer:
     return Integer(mgpu.utils.inline_ptx(ptx, *operands, result_types=kind))
 
 
-def load_vector(address: ir.Value, width: int) -> list[ir.Value]:
-    """Loads `width` neighbouring words of 32 bits."""
-    kind = ir.VectorType.get((width,), ir.IntegerType.get_signless(32))
-    loaded = llvm.load(kind, address, alignment=4 * width)
-    return [vector.extract(loaded, [], [i]) for i in range(width)]
+def array(values: Sequence[ir.Value], shape: tuple[int, ...]) -> mgpu.FragmentedArray:
+    """Makes an array of a thread's elements; [64, columns] of pairs of neighbouring elements."""
+    if len(shape) == 1:
+        kind = ir.VectorType.get((1,), values[0].type)
+        values = [vector.from_elements(kind, [x]) for x in values]
+    layout = _layout(shape).to_mgpu()
+    registers = np.array(values, dtype=object).reshape(layout.registers_shape(shape))
+    is_signed = True if isinstance(values[0].type.element_type, ir.IntegerType) else None
+    return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=is_signed)
 
 
 def accumulator(registers: np.ndarray) -> mgpu.FragmentedArray:

@@ -2,8 +2,8 @@
 
 Without a producer, CTAs have one warpgroup, or several that do the same. A kernel's configuration
 declares its shared memory and barriers by `problems.memory.shared`. Inside the kernel the same
-tuple holds references: an operand has two views, (for WGMMA, for TMA), see `mosaic.tile_views`; a
-ring is a `rings.Ring`.
+tuple holds references: an operand has two views, (for WGMMA, for TMA), see `mosaic.operand_tile`;
+a ring is a `rings.Ring`.
 """
 
 import dataclasses
@@ -58,8 +58,7 @@ class WarpgroupContext:
 
     def as_consumer(self) -> Self:
         """Gives the consumer's number a form that is uniform over the warpgroup."""
-        consumer = mosaic.warpgroup_index()
-        return self.replace(consumer=consumer)
+        return self.replace(consumer=mosaic.warpgroup_index())
 
     def take(self, number: Any, items: int) -> Any:
         """Takes the CTA's next item by the counter, after `number` items.
@@ -89,6 +88,29 @@ class WarpgroupContext:
 
 
 @dataclasses.dataclass(frozen=True)
+class ItemContext(WarpgroupContext):
+    """The context of a warpgroup of a persistent kernel, whose CTAs take `shape.items` in turn."""
+
+    def item(self, i: Any) -> Any:
+        """Describes item `i` of the CTA."""
+        raise NotImplementedError
+
+    def number(self, i: Any) -> Any:
+        """Numbers item `i` of the CTA among the items of all CTAs."""
+        return i * lax.axis_size("worker") + self.worker
+
+    @property
+    def count(self) -> Any:
+        """Counts the items of the CTA."""
+        workers = lax.axis_size("worker")
+        return lax.div(self.shape.items - self.worker + (workers - 1), workers)
+
+    def for_items(self, body: Callable[[Any, Any, Any], Any], carry: Any) -> Any:
+        """Calls `body(i, item, carry)`, which returns the next carry, for all items of the CTA."""
+        return lax.fori_loop(0, self.count, lambda i, carry: body(i, self.item(i), carry), carry)
+
+
+@dataclasses.dataclass(frozen=True)
 class Roles:
     """What the kernel's warpgroups do.
 
@@ -97,19 +119,15 @@ class Roles:
       produce: takes the context, on one warp of the producer; None: the CTA has `warpgroups`
         consumers alone, which have the registers that ptxas gives them.
       consume: takes the context, whose `consumer` is 0 or 1, on each consumer warpgroup.
-      assist: takes the context, on `assistants` (1 to 3) other warps of the producer, which are a
-        warpgroup under interpretation; None: there are none.
-      watch: likewise, on `watchers` warps after those.
+      assist: functions that take the context on other warps of the producer, and each one's number
+        of warps; under interpretation, each has a warpgroup.
       registers: per thread of a consumer and of the producer warpgroup.
     """
 
     context: Callable[[Any, Any, Any], WarpgroupContext]
     produce: Callable[[Any], None] | None
     consume: Callable[[Any], None]
-    assist: Callable[[Any], None] | None = None
-    assistants: int = 1
-    watch: Callable[[Any], None] | None = None
-    watchers: int = 1
+    assist: tuple[tuple[Callable[[Any], None], int], ...] = ()
     registers: tuple[int, int] = (CONSUMER_REGISTERS, PRODUCER_REGISTERS)
     warpgroups: int = 1
 
@@ -142,8 +160,9 @@ def launch(
         operands, outputs, scratch = jax.tree.unflatten(tree, refs)
         fields: list[Any] = [None] * len(kinds)
         for i, ref in zip(order, scratch, strict=True):
-            is_tiles = isinstance(kinds[i], memory.Tiles)
-            fields[i] = mosaic.tile_views(ref) if is_tiles else ref
+            if isinstance(kinds[i], memory.Tiles):
+                ref = (ref, ref) if mosaic.is_interpreted() else tuple(ref)
+            fields[i] = ref
         shared = jax.tree.unflatten(shared_tree, fields)
         shared = shared._make(rings.Ring(*x) if isinstance(x, memory.Ring) else x for x in shared)
         ctx = roles.context(shared, operands, outputs)
@@ -151,8 +170,7 @@ def launch(
             ctx = ctx.replace(counter=pl.get_global(plgpu.SemaphoreType.REGULAR((1,))))
         _dispatch(roles, ctx)
 
-    others = [role for role in (roles.assist, roles.watch) if role and mosaic.is_interpreted()]
-    num_threads = NUM_CONSUMERS + 1 + len(others)
+    num_threads = NUM_CONSUMERS + 1 + len(roles.assist) * mosaic.is_interpreted()
     clustered: Any = {"cluster": (cluster,), "cluster_names": ("cluster",)} if cluster > 1 else {}
     return mosaic.kernel(
         body,
@@ -207,12 +225,10 @@ def _type(kind: Any, dtype: Any) -> Any:
             return mosaic.column_blocks(shape, dtype)
         case memory.Rows(shape) | memory.Staging(shape):
             return plgpu.SMEM(shape, dtype)
-        case memory.Floats(shape, is_swizzled):
-            swizzle: Any = plgpu.SwizzleTransform
-            transforms = (
-                (swizzle(mosaic.SWIZZLE),) if is_swizzled and not mosaic.is_interpreted() else ()
-            )
-            return plgpu.SMEM(shape, jnp.float32, transforms=transforms)
+        case memory.Floats(shape, is_swizzled=True):
+            return mosaic.column_blocks(shape, jnp.float32)
+        case memory.Floats(shape):
+            return plgpu.SMEM(shape, jnp.float32)
         case memory.Words(shape):
             return plgpu.SMEM(shape, jnp.int32)
     options = {"num_arrivals": kind.arrivals, "num_barriers": kind.count}
@@ -222,26 +238,22 @@ def _type(kind: Any, dtype: Any) -> Any:
 
 
 def _dispatch(roles: Roles, ctx: WarpgroupContext) -> None:
-    ctx = ctx.replace(worker=lax.axis_index("worker"), consumer=0)
-    if roles.produce is None and roles.warpgroups == 1:
-        roles.consume(ctx)
-        return
-    warpgroup = lax.axis_index("warpgroup")
-    ctx = ctx.replace(consumer=warpgroup)
+    worker, is_alone = lax.axis_index("worker"), roles.produce is None and roles.warpgroups == 1
+    warpgroup: Any = 0 if is_alone else lax.axis_index("warpgroup")
+    ctx = ctx.replace(worker=worker, consumer=warpgroup)
     if roles.produce is None:
         roles.consume(ctx)
         return
-    numbers = [(roles.produce, 1), (roles.assist, roles.assistants), (roles.watch, roles.watchers)]
+    warps = [(functools.partial(x, ctx), n) for x, n in ((roles.produce, 1), *roles.assist)]
 
     @pl.when(warpgroup == NUM_CONSUMERS)
     def _producer() -> None:
         plgpu.set_max_registers(roles.registers[1], action="decrease")
-        warps = [(functools.partial(role, ctx), n) for role, n in numbers if role is not None]
         mosaic.on_warps(warps)
 
-    for i, (role, _) in enumerate(numbers[1:], start=1):
-        if ctx.interpret and role is not None:
-            pl.when(warpgroup == NUM_CONSUMERS + i)(functools.partial(role, ctx))
+    for i, (assist, _) in enumerate(warps[1:], start=NUM_CONSUMERS + 1):
+        if ctx.interpret:
+            pl.when(warpgroup == i)(assist)
 
     @pl.when(warpgroup < NUM_CONSUMERS)
     def _consumer() -> None:

@@ -10,7 +10,6 @@ from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
@@ -35,6 +34,18 @@ def with_block_accumulators(body: Callable[[Any], Any], blocks: int) -> Any:
     if mosaic.is_interpreted():
         return pl.run_scoped(lambda *total: body(total), *(plgpu.ACC((WGMMA_M, BLOCK_K)),) * blocks)
     return body(None)
+
+
+def with_row_blocks(body: Callable[[Any], Any], number: int, width: int, columns: int) -> Any:
+    """Calls `body` with `number` accumulators [64, columns] for `wgmma_blocks`."""
+    if not mosaic.is_interpreted():
+        return body((None,) * number)
+    blocks = WGMMA_M // width  # the interpreter multiplies block by block
+
+    def grouped(*parts: Any) -> Any:
+        return body(tuple(parts[i : i + blocks] for i in range(0, len(parts), blocks)))
+
+    return pl.run_scoped(grouped, *(plgpu.ACC((width, columns)),) * (blocks * number))
 
 
 def accumulate(begin: Any, end: Any, body: Callable[[Any, Any], Any], acc: Any) -> Any:
@@ -75,10 +86,12 @@ def after_wait(acc: Any) -> jax.Array:
     """Returns the value of `acc` after the wait for its WGMMAs; no use moves before the wait."""
     if mosaic.is_interpreted():
         if isinstance(acc, tuple):
-            return jnp.concatenate([part[...] for part in acc], axis=1)
+            # Blocks of rows (`with_row_blocks`) or of columns.
+            axis = 0 if acc[0].shape[0] < WGMMA_M else 1
+            return jnp.concatenate([part[...] for part in acc], axis=axis)
         return acc if isinstance(acc, jax.Array) else acc[...]
 
-    @inline.code(acc, returns=accumulator_type(acc.shape[1]))
+    @inline.code(acc, returns=acc)
     def pinned(array: mgpu.FragmentedArray) -> mgpu.FragmentedArray:
         return mgpu.optimization_barrier(array)
 
@@ -107,9 +120,7 @@ def rounded(values: jax.Array) -> jax.Array:
 def _by_words(ptx: str, values: jax.Array, dtype: Any) -> jax.Array:
     """Computes registers of two elements of 16 bits from one word, or from two of f32."""
 
-    @inline.code(
-        values, returns=plgpu.ShapeDtypeStruct(values.shape, dtype, layout=plgpu.Layout.WGMMA)
-    )
+    @inline.code(values, returns=jax.ShapeDtypeStruct(values.shape, dtype))
     def computed(array: mgpu.FragmentedArray) -> mgpu.FragmentedArray:
         kind = ir.VectorType.get((2,), mgpu.utils.dtype_to_ir_type(jnp.dtype(dtype)))
         registers = array.registers.copy()
@@ -150,23 +161,12 @@ def wgmma(
         plgpu.wgmma(acc, a.transpose((1, 0)) if a_is_transposed else a, b_t.transpose((1, 0)))
         return acc
 
-    columns = b_t.shape[0]
-    accumulator = () if overwrite else (acc,)
-
-    @inline.code(
-        mosaic.operand(a), mosaic.operand(b_t), *accumulator, returns=accumulator_type(columns)
-    )
-    def issued(a: ir.Value, b: ir.Value, *acc: mgpu.FragmentedArray) -> Any:
-        a_base, b_base = descriptor(a, 8 * mosaic.SWIZZLE * a_is_transposed), descriptor(b)
-        a_bytes = mosaic.SWIZZLE if a_is_transposed else 2  # from one k to the next
-        with Group(b, columns, *acc) as group:
-            for step in range(k // WGMMA_K):
-                a_step = advance(a_base, step * WGMMA_K * a_bytes)
-                b_step = advance(b_base, step * WGMMA_K * 2)
-                group.multiply([a_step], b_step, transposes=f"{int(a_is_transposed)}, 0")
-        return group.result
-
-    return issued
+    a_bytes = mosaic.SWIZZLE if a_is_transposed else 2  # from one k to the next
+    steps = [(i * WGMMA_K * a_bytes, i * WGMMA_K * 2) for i in range(k // WGMMA_K)]
+    operands = mosaic.operand(a), mosaic.operand(b_t)
+    leading = 8 * mosaic.SWIZZLE * a_is_transposed, 0
+    transposes = f"{int(a_is_transposed)}, 0"
+    return _issue(None if overwrite else acc, operands, b_t.shape[0], steps, transposes, leading)
 
 
 def wgmma_blocks(
@@ -191,26 +191,17 @@ def wgmma_blocks(
                 plgpu.wgmma(part, left, b_t.at[begin // 64, :, pl.ds(0, rows)].transpose((1, 0)))
         return acc
 
-    columns, (blocks, depth, width) = b_t.shape[-2], a.shape
+    blocks, depth, width = a.shape
     row_bytes = 2 * width
-    accumulator = () if overwrite else (acc,)
-
     swizzled = inline.Typed(a, plgpu.RefType((mosaic.row_swizzle(a.shape, a.dtype),)))
-
-    @inline.code(swizzled, mosaic.operand(b_t), *accumulator, returns=accumulator_type(columns))
-    def issued(a: ir.Value, b: ir.Value, *acc: mgpu.FragmentedArray) -> Any:
-        # An operand whose rows are contiguous: the stride is from eight of k to the next eight.
-        leading = depth * row_bytes if blocks > 1 else 0
-        a_base, b_base = descriptor(a, leading, swizzle=row_bytes), descriptor(b)
-        with Group(b, columns, *acc) as group:
-            for step in range(k // WGMMA_K):
-                a_step = advance(a_base, step * WGMMA_K * row_bytes)
-                block, within = divmod(step, 64 // WGMMA_K)
-                b_step = advance(b_base, block * block_bytes + within * WGMMA_K * 2)
-                group.multiply([a_step], b_step, transposes="1, 0")
-        return group.result
-
-    return issued
+    steps = [
+        (i * WGMMA_K * row_bytes, block * block_bytes + b_bytes)
+        for i, (block, b_bytes) in enumerate(_k_steps(k))
+    ]
+    operands, acc = (swizzled, mosaic.operand(b_t)), None if overwrite else acc
+    # An operand whose rows are contiguous: the stride is from eight of k to the next eight.
+    leading = depth * row_bytes if blocks > 1 else 0, 0
+    return _issue(acc, operands, b_t.shape[-2], steps, "1, 0", leading, row_bytes)
 
 
 def product(q: Any, k: Any, depth: int, *, columns: int | None = None) -> jax.Array:
@@ -231,20 +222,11 @@ def product(q: Any, k: Any, depth: int, *, columns: int | None = None) -> jax.Ar
 
         return pl.run_scoped(multiply, plgpu.ACC((64, columns)))
 
-    @inline.code(mosaic.operand(q), mosaic.operand(k), returns=accumulator_type(columns))
-    def issued(q: ir.Value, k: ir.Value) -> mgpu.FragmentedArray:
-        q_base, k_base = descriptor(q), descriptor(k)
-        with Group(k, columns) as group:
-            for step in range(pl.cdiv(depth, WGMMA_K)):
-                block, within = divmod(step, 64 // WGMMA_K)
-                q_step, k_step = (
-                    advance(base, block * rows * mosaic.SWIZZLE + within * WGMMA_K * 2)
-                    for base, rows in ((q_base, 64), (k_base, k_rows))
-                )
-                group.multiply([q_step], k_step, transposes="0, 0")
-        return group.result
-
-    return issued
+    steps = [
+        (block * 64 * mosaic.SWIZZLE + within, block * k_rows * mosaic.SWIZZLE + within)
+        for block, within in _k_steps(depth)
+    ]
+    return _issue(None, (mosaic.operand(q), mosaic.operand(k)), columns, steps, "0, 0")
 
 
 def add_product(
@@ -320,19 +302,41 @@ def add_tile_product(total: Any, d_scores: Any, keys: Any, *, is_transposed: boo
         return total
     columns = keys.shape[0] * BLOCK_K if total is None else total.shape[1]
     step_bytes = WGMMA_K * mosaic.SWIZZLE
-    accumulator = () if total is None else (total,)
+    a_bytes = step_bytes if is_transposed else WGMMA_K * 2
+    steps = [(i * a_bytes, i * step_bytes) for i in range(WGMMA_M // WGMMA_K)]
+    operands = mosaic.operand(d_scores), mosaic.operand(keys)
+    leading, transposes = (0, WGMMA_M * mosaic.SWIZZLE), f"{int(is_transposed)}, 1"
+    return _issue(total, operands, columns, steps, transposes, leading)
 
-    operands = map(mosaic.operand, (d_scores, keys))
 
-    @inline.code(*operands, *accumulator, returns=accumulator_type(columns))
-    def issued(d_scores: ir.Value, keys: ir.Value, *total: Any) -> mgpu.FragmentedArray:
-        a_base, b_base = descriptor(d_scores), descriptor(keys, WGMMA_M * mosaic.SWIZZLE)
-        a_bytes = step_bytes if is_transposed else WGMMA_K * 2
-        with Group(keys, columns, *total) as group:
-            for step in range(WGMMA_M // WGMMA_K):
-                a = advance(a_base, step * a_bytes)
-                b = advance(b_base, step * step_bytes)
-                group.multiply([a], b, transposes=f"{int(is_transposed)}, 1")
+def _k_steps(depth: int) -> list[tuple[int, int]]:
+    """Lists (block of 64, bytes in a row of the block) of every 16 columns of K-major tiles."""
+    steps = (divmod(i, 64 // WGMMA_K) for i in range(pl.cdiv(depth, WGMMA_K)))
+    return [(block, within * WGMMA_K * 2) for block, within in steps]
+
+
+def _issue(
+    acc: jax.Array | None,
+    operands: tuple[inline.Typed, inline.Typed],
+    columns: int,
+    steps: list[tuple[int, int]],
+    transposes: str,
+    leading: tuple[int, int] = (0, 0),
+    swizzle: int = mosaic.SWIZZLE,
+) -> Any:
+    """Issues acc (None: 0) + a product of operand tiles a and b as one WGMMA group.
+
+    `steps` are bytes of a and of b, where each instruction begins; `leading` bytes, of a and of b,
+    are from a block of columns to the next; `swizzle` is of a.
+    """
+
+    @inline.code(*operands, *(() if acc is None else (acc,)), returns=accumulator_type(columns))
+    def issued(a: ir.Value, b: ir.Value, *acc: mgpu.FragmentedArray) -> mgpu.FragmentedArray:
+        a_base, b_base = descriptor(a, leading[0], swizzle=swizzle), descriptor(b, leading[1])
+        with Group(b, columns, *acc) as group:
+            for a_bytes, b_bytes in steps:
+                a_step, b_step = advance(a_base, a_bytes), advance(b_base, b_bytes)
+                group.multiply([a_step], b_step, transposes=transposes)
         return group.result
 
     return issued
@@ -340,7 +344,7 @@ def add_tile_product(total: Any, d_scores: Any, keys: Any, *, is_transposed: boo
 
 def accumulator_type(columns: int) -> Any:
     """Declares an accumulator [64, columns] f32 that a WGMMA group returns."""
-    return plgpu.ShapeDtypeStruct((WGMMA_M, columns), jnp.float32, layout=plgpu.Layout.WGMMA)
+    return jax.ShapeDtypeStruct((WGMMA_M, columns), jnp.float32)
 
 
 def descriptor(tiles: ir.Value, leading: int = 0, *, swizzle: int = mosaic.SWIZZLE) -> ir.Value:
@@ -359,8 +363,7 @@ def advance(descriptor: ir.Value, num_bytes: int) -> ir.Value:
 def _as_array(registers: list[ir.Value], columns: int) -> mgpu.FragmentedArray:
     pair = ir.VectorType.get((2,), ir.F32Type.get())
     pairs = [vector.from_elements(pair, registers[i : i + 2]) for i in range(0, len(registers), 2)]
-    shape = mgpu.WGMMA_LAYOUT.registers_shape((WGMMA_M, columns))
-    return inline.accumulator(np.array(pairs, dtype=object).reshape(shape))
+    return inline.array(pairs, (WGMMA_M, columns))
 
 
 class Group:

@@ -99,11 +99,10 @@ def operand_tile(shape: tuple[int, ...], dtype: Any) -> Any:
 
     WGMMA and stmatrix address groups of 8 rows. TMA rejects this tiling if the array's rows are not
     a multiple of 8 (K = 866, M = 433), but a row-major layout with one swizzled column block has
-    the same bytes. So the type is a union of both views (see `tile_views`); for the interpreter,
-    one plain array.
+    the same bytes. So the type is a union of both views; for the interpreter, one plain array.
     """
-    if shape[-1] != swizzle_columns(dtype) or shape[-2] % 8:
-        columns = swizzle_columns(dtype)
+    columns = swizzle_columns(dtype)
+    if shape[-1] != columns or shape[-2] % 8:
         raise ValueError(f"an operand tile needs {columns} columns and 8n rows, got {shape}")
     if is_interpreted():
         return plgpu.SMEM(shape, dtype)
@@ -112,12 +111,6 @@ def operand_tile(shape: tuple[int, ...], dtype: Any) -> Any:
         plgpu.SMEM(shape, dtype, transforms=(tiling, swizzle)),
         plgpu.SMEM(shape, dtype, transforms=(swizzle,)),
     )
-
-
-def tile_views(ref: Any) -> tuple[Any, Any]:
-    """Returns (view for WGMMA and register stores, view for TMA) of an `operand_tile`."""
-    matrix_view, copy_view = (ref, ref) if is_interpreted() else ref
-    return matrix_view, copy_view
 
 
 def column_blocks(shape: tuple[int, ...], dtype: Any) -> Any:

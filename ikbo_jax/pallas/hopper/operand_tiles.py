@@ -5,11 +5,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
-from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 
 from ikbo_jax.pallas.hopper import inline, mma, mosaic, stores
@@ -56,11 +54,9 @@ def read_rows(tiles: Any) -> jax.Array:
     """Reads an operand tile [64, 64] of 16 bits in an accumulator's layout."""
     if mosaic.is_interpreted():
         return tiles[...]
-    shape, dtype = (WGMMA_M, BLOCK_K), tiles.dtype
 
     @inline.code(
-        mosaic.operand(tiles),
-        returns=plgpu.ShapeDtypeStruct(shape, dtype, layout=plgpu.Layout.WGMMA),
+        mosaic.operand(tiles), returns=jax.ShapeDtypeStruct((WGMMA_M, BLOCK_K), tiles.dtype)
     )
     def read(tiles: ir.Value) -> mgpu.FragmentedArray:
         return read_matrices(tiles, stores.late_thread_number(), BLOCK_K)
@@ -79,9 +75,7 @@ def read_matrices(
     for address in _matrices(tiles, thread, columns // 16, place):
         ptx = "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {$0, $1, $2, $3}, [$4];"
         words += inline.issue_words(ptx, 4, address, convergent=True)
-    registers = np.array([mgpu.utils.bitcast(word, pair) for word in words], dtype=object)
-    shape = mgpu.WGMMA_LAYOUT.registers_shape((WGMMA_M, columns))
-    return inline.accumulator(registers.reshape(shape))
+    return inline.array([mgpu.utils.bitcast(word, pair) for word in words], (WGMMA_M, columns))
 
 
 def _matrices(

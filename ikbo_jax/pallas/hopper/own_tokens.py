@@ -49,9 +49,8 @@ def scores(products: jax.Array, places: Places) -> jax.Array:
     """Selects each row's score, [64] f32, from products [64, places] of queries and own keys."""
     if mosaic.is_interpreted():
         return jnp.take_along_axis(products, places.interpreted()[:, None], axis=1)[:, 0]
-    row_type = plgpu.ShapeDtypeStruct((WGMMA_M,), jnp.float32, layout=stores.ROW_LAYOUT)
 
-    @inline.code(products, places.begin, returns=row_type)
+    @inline.code(products, places.begin, returns=jax.ShapeDtypeStruct((WGMMA_M,), jnp.float32))
     def selected(products: mgpu.FragmentedArray, begin: Integer) -> mgpu.FragmentedArray:
         thread, found = stores.thread_number(), []
         of_tile = thread - thread % stores.ROW_THREADS
@@ -99,13 +98,12 @@ def values(tiles: Any, own: OwnStages, places: Places, columns: int) -> jax.Arra
 
 
 def _read(tiles: Any, first: int, places: Places, columns: int) -> jax.Array:
-    rows = plgpu.ShapeDtypeStruct((WGMMA_M, columns), tiles.dtype, layout=plgpu.Layout.WGMMA)
+    rows = jax.ShapeDtypeStruct((WGMMA_M, columns), tiles.dtype)
 
     @inline.code(mosaic.operand(tiles), places.begin, returns=rows)
     def read(tiles: ir.Value, begin: Integer) -> mgpu.FragmentedArray:
-        def row_of(row: Integer) -> Integer:
-            return places.of(begin, row) + first
-
-        return operand_tiles.read_matrices(tiles, stores.thread_number(), columns, row_of)
+        return operand_tiles.read_matrices(
+            tiles, stores.thread_number(), columns, lambda row: places.of(begin, row) + first
+        )
 
     return read

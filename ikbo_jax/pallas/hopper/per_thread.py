@@ -8,11 +8,10 @@ interpretation. `Threads` are the threads of all warpgroups of a CTA.
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
@@ -26,8 +25,8 @@ from ikbo_jax.pallas.hopper.warps import LANES, LEAST, ballot
 from ikbo_jax.problems.hopper import WARPGROUP_SIZE
 
 LAYOUT = plgpu.Layout.WG_STRIDED((WARPGROUP_SIZE,), vec_size=1)
-INT32 = plgpu.ShapeDtypeStruct((WARPGROUP_SIZE,), jnp.int32, layout=LAYOUT)
-FLOAT32 = plgpu.ShapeDtypeStruct((WARPGROUP_SIZE,), jnp.float32, layout=LAYOUT)
+INT32 = jax.ShapeDtypeStruct((WARPGROUP_SIZE,), jnp.int32)
+FLOAT32 = jax.ShapeDtypeStruct((WARPGROUP_SIZE,), jnp.float32)
 #: Warps of a warpgroup.
 WARPS = 4
 #: Words of 32 bits of the widest access of a thread.
@@ -63,10 +62,7 @@ def scalar(array: mgpu.FragmentedArray) -> Integer:
 
 def array(value: ir.Value, like: mgpu.FragmentedArray) -> mgpu.FragmentedArray:
     """Makes an array in the layout of `like`; `value` is a thread's element."""
-    register = vector.from_elements(ir.VectorType.get((1,), value.type), [value])
-    registers = np.array([register], dtype=object).reshape(like.registers.shape)
-    is_signed = True if isinstance(value.type, ir.IntegerType) else None
-    return mgpu.FragmentedArray(_registers=registers, _layout=like.layout, _is_signed=is_signed)
+    return inline.array([value], like.shape)
 
 
 def load_words(address: ir.Value, count: int, *, is_early: bool = False) -> list[Integer]:
@@ -104,7 +100,7 @@ def store_words(
     )
 
 
-def gather(ref: Any, index: jax.Array, space: str) -> jax.Array:
+def gather(ref: Any, index: jax.Array, space: str = "shared") -> jax.Array:
     """Loads ref[index], one element for each thread; `space` is "shared" or "global"."""
     if mosaic.is_interpreted():
         return jnp.take(ref[...], index, mode="clip")
@@ -114,8 +110,7 @@ def gather(ref: Any, index: jax.Array, space: str) -> jax.Array:
     def loaded(ref: ir.Value, index: mgpu.FragmentedArray) -> mgpu.FragmentedArray:
         element = ir.F32Type.get() if is_float else ir.IntegerType.get_signless(32)
         address = mgpu.utils.getelementptr(mgpu.utils.memref_ptr(ref), [scalar(index)], element)
-        value = inline.issue(f"ld.{space}.b32 $0, [$1];", address, result_types=element)
-        return array(value, index)
+        return inline.issue(f"ld.{space}.b32 $0, [$1];", address, result_types=element)
 
     return loaded
 
@@ -127,11 +122,9 @@ def gather_vectors(ref: Any, index: jax.Array, space: str) -> tuple[jax.Array, .
     def loaded(ref: ir.Value, index: mgpu.FragmentedArray) -> Any:
         address = inline.address(ref, scalar(index) * VECTOR)
         if space == "global":
-            words = load_words(address, VECTOR, is_early=True)
-        else:
-            ptx = "ld.shared.v4.b32 {$0, $1, $2, $3}, [$4];"
-            words = inline.issue_words(ptx, VECTOR, address)
-        return tuple(array(x, index) for x in words)
+            return tuple(load_words(address, VECTOR, is_early=True))
+        ptx = "ld.shared.v4.b32 {$0, $1, $2, $3}, [$4];"
+        return tuple(inline.issue_words(ptx, VECTOR, address))
 
     return loaded
 
@@ -144,10 +137,7 @@ def any_of_warp(values: jax.Array, *, layout: Any = LAYOUT) -> jax.Array:
     if mosaic.is_interpreted():
         return jnp.any(values)
 
-    @inline.code(
-        inline.Typed(values.astype(jnp.int32), layout),
-        returns=INTEGER,
-    )
+    @inline.code(inline.Typed(values.astype(jnp.int32), layout), returns=INTEGER)
     def votes(values: mgpu.FragmentedArray) -> Integer:
         zero = inline.i32(0)
         own = (
@@ -211,12 +201,8 @@ def _each(
     @inline.code(ref, index, values, is_wanted.astype(jnp.int32))
     def _(ref: ir.Value, *arrays: mgpu.FragmentedArray) -> None:
         index, value, wanted = map(scalar, arrays)
-        inline.issue(
-            instruction,
-            inline.address(ref, index),
-            value,
-            predicate=wanted.differs(0),
-        )
+        address = inline.address(ref, index)
+        inline.issue(instruction, address, value, predicate=wanted.differs(0))
 
 
 def divided(values: jax.Array, size: int) -> tuple[jax.Array, jax.Array]:
@@ -230,29 +216,17 @@ def cdiv(values: jax.Array, size: int) -> jax.Array:
     return lax.div(values + (size - 1), same(size))
 
 
-def rounds(
-    count: int, thread: jax.Array, *, threads: int = WARPGROUP_SIZE, unroll: int = UNROLL
-) -> tuple[int, Callable[[Any], list[jax.Array]]]:
-    """Divides a loop over `count` numbers into rounds; also returns a round's numbers by thread.
-
-    All loads of a round should stand before the first use of one: each takes 300 ns.
-    """
-    turns = pl.cdiv(count, threads)
-    number_of_rounds = pl.cdiv(turns, unroll)
-    each = pl.cdiv(turns, max(number_of_rounds, 1))
-
-    def numbers(turn: Any) -> list[jax.Array]:
-        return [(turn * each + i) * threads + thread for i in range(each)]
-
-    return number_of_rounds, numbers
-
-
 @dataclasses.dataclass(frozen=True)
 class Threads:
     """The threads of a CTA of one or several warpgroups; `warpgroup` is the number of this one."""
 
     warpgroups: int
     warpgroup: Any
+    read: ClassVar = staticmethod(gather)
+    #: Stores of elements to device memory, and to shared memory.
+    write: ClassVar = staticmethod(functools.partial(scatter, space="global"))
+    keep: ClassVar = staticmethod(scatter)
+    add: ClassVar = staticmethod(add)
 
     @property
     def count(self) -> int:
@@ -273,26 +247,22 @@ class Threads:
         else:
             mosaic.named_barrier("sync", jnp.int32(_CTA_BARRIER), self.count)
 
-    def read(self, ref: Any, index: jax.Array, space: str = "shared") -> jax.Array:
-        return gather(ref, index, space)
-
-    def write(self, ref: Any, index: jax.Array, values: jax.Array, is_wanted: jax.Array) -> None:
-        """Stores values to device memory, for each thread that wants it."""
-        scatter(ref, index, values, is_wanted, space="global")
-
-    def keep(self, ref: Any, index: jax.Array, values: jax.Array, is_wanted: jax.Array) -> None:
-        """Stores values in shared memory, for each thread that wants it."""
-        scatter(ref, index, values, is_wanted)
-
-    def add(self, ref: Any, index: jax.Array, values: jax.Array, is_wanted: jax.Array) -> None:
-        """Adds values to numbers in shared memory; threads may collide."""
-        add(ref, index, values, is_wanted)
-
     def rounds(
         self, count: int, *, unroll: int = UNROLL
     ) -> tuple[int, Callable[[Any], list[jax.Array]]]:
-        """Calls `rounds` for all threads."""
-        return rounds(count, self.number(), threads=self.count, unroll=unroll)
+        """Divides a loop over `count` numbers into rounds; also returns a round's numbers by
+        thread.
+
+        All loads of a round should stand before the first use of one: each takes 300 ns.
+        """
+        turns, thread = pl.cdiv(count, self.count), self.number()
+        number_of_rounds = pl.cdiv(turns, unroll)
+        each = pl.cdiv(turns, max(number_of_rounds, 1))
+
+        def numbers(turn: Any) -> list[jax.Array]:
+            return [(turn * each + i) * self.count + thread for i in range(each)]
+
+        return number_of_rounds, numbers
 
     def parts(self, count: int) -> tuple[int, int, int]:
         """(rounds, numbers of a round, numbers of a thread) of consecutive numbers of a thread.
@@ -305,24 +275,13 @@ class Threads:
         return turns, step, turns * step
 
     def sums_before(
-        self, values: Sequence[jax.Array], scratch: Any, at: int = 0
+        self, values: Sequence[jax.Array], scratch: Any, at: int = 0, *, neutral: int = 0
     ) -> list[jax.Array]:
         """Adds, for each thread and each array, the values of the threads before; synchronises
         once.
 
         `scratch` is shared memory, whose `warps` words from `at` on are overwritten for each array.
         """
-        return self._scan(values, scratch, at, 0)
-
-    def maxima_before(
-        self, values: Sequence[jax.Array], scratch: Any, at: int = 0
-    ) -> list[jax.Array]:
-        """Like `sums_before`, the largest values; -2^31 before the first thread."""
-        return self._scan(values, scratch, at, LEAST)
-
-    def _scan(
-        self, values: Sequence[jax.Array], scratch: Any, at: int, neutral: int
-    ) -> list[jax.Array]:
         combine = jnp.maximum if neutral else jnp.add
         if mosaic.is_interpreted():
             lane = jnp.arange(WARPGROUP_SIZE, dtype=jnp.int32)
@@ -338,20 +297,19 @@ class Threads:
             for i, (before, _) in enumerate(found)
         ]
 
-    def largest(self, values: jax.Array, scratch: Any, at: int = 0) -> jax.Array:
-        """Finds the largest value, a scalar; synchronises like `sums_before`."""
-        return self._total(values, scratch, at, LEAST)
+    #: Like `sums_before`, the largest values; -2^31 before the first thread.
+    maxima_before = functools.partialmethod(sums_before, neutral=LEAST)
 
-    def total(self, values: jax.Array, scratch: Any, at: int = 0) -> jax.Array:
+    def total(self, values: jax.Array, scratch: Any, at: int = 0, *, neutral: int = 0) -> jax.Array:
         """Adds the values to a scalar; synchronises like `sums_before`."""
-        return self._total(values, scratch, at, 0)
-
-    def _total(self, values: jax.Array, scratch: Any, at: int, neutral: int) -> jax.Array:
         if mosaic.is_interpreted():
             return jnp.max(values) if neutral else jnp.sum(values, dtype=jnp.int32)
         _keep_totals([_of_lanes(values, neutral)], scratch, at, self)
         self.commit()
         return self._of_warps(scratch, at, self.warps, neutral, INTEGER)
+
+    #: Finds the largest value, a scalar, like `total`.
+    largest = functools.partialmethod(total, neutral=LEAST)
 
     def _of_warps(
         self, scratch: Any, at: int, count: Any, neutral: int, kind: Any = INT32
@@ -385,8 +343,7 @@ def _of_lanes(values: jax.Array, neutral: int, kind: Any = INT32) -> jax.Array:
     @inline.code(values, returns=kind)
     def found(values: mgpu.FragmentedArray) -> Any:
         own = scalar(values)
-        result = warps.reduced(own, "max") if neutral else warps.total(own)
-        return array(result, values) if kind is INT32 else result
+        return warps.reduced(own, "max") if neutral else warps.total(own)
 
     return found
 
@@ -395,9 +352,8 @@ def _scan_warp(values: jax.Array, neutral: int) -> tuple[jax.Array, jax.Array]:
     """Adds values of lower lanes, and of all lanes; the largest, if `neutral` is not 0."""
 
     @inline.code(values, returns=(INT32, INT32))
-    def totals(values: mgpu.FragmentedArray) -> tuple[mgpu.FragmentedArray, mgpu.FragmentedArray]:
+    def totals(values: mgpu.FragmentedArray) -> tuple[Integer, Integer]:
         own = scalar(values)
-        before, total = warps.maxima(own) if neutral else warps.sums(own)
-        return array(before, values), array(total, values)
+        return warps.maxima(own) if neutral else warps.sums(own)
 
     return totals

@@ -5,7 +5,6 @@ Here four threads add up a row: a CTA is 32 rows.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -29,13 +28,6 @@ CTA_ROWS = WARPGROUP_SIZE // ROW_THREADS
 VECTOR = 8
 
 
-class Rows(NamedTuple):
-    """Device memory, [rows, width] of 16 bits."""
-
-    one: jax.Array
-    other: jax.Array
-
-
 def sums(one: jax.Array, other: jax.Array) -> jax.Array:
     """Adds one * other along the last axis, in f32.
 
@@ -46,8 +38,8 @@ def sums(one: jax.Array, other: jax.Array) -> jax.Array:
     if mosaic.is_interpreted() or not one.size or width % (ROW_THREADS * VECTOR):
         products = one.astype(jnp.float32) * other.astype(jnp.float32)
         return lax.optimization_barrier(jnp.sum(products, axis=-1))
-    rows = Rows(one.reshape(-1, width), other.reshape(-1, width))
-    count = rows.one.shape[0]
+    rows = one.reshape(-1, width), other.reshape(-1, width)
+    count = rows[0].shape[0]
     found: jax.Array = launch_threads(
         _add,
         count,

@@ -48,7 +48,7 @@ class Rows(NamedTuple):
             for row, vector in zip(arrays[::2], arrays[1::2], strict=True):
                 address = self._address(ref, row, vector)
                 found += per_thread.load_words(address, self.words, is_early=True)
-            return tuple(per_thread.array(x, arrays[0]) for x in found)
+            return tuple(found)
 
         return [loaded[i : i + self.words] for i in range(0, len(loaded), self.words)]
 
@@ -59,8 +59,7 @@ class Rows(NamedTuple):
 
         @inline.code(*words, returns=(FLOAT32,) * self.numbers)
         def converted(*words: mgpu.FragmentedArray) -> Any:
-            numbers = [y for x in words for y in unpacked(per_thread.scalar(x), self.dtype)]
-            return tuple(per_thread.array(x, words[0]) for x in numbers)
+            return tuple(y for x in words for y in unpacked(per_thread.scalar(x), self.dtype))
 
         return converted
 

@@ -13,7 +13,7 @@ from jax.experimental.mosaic import gpu as mgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, vector
 
-from ikbo_jax.pallas.hopper import inline, mma, mosaic, per_thread, stores
+from ikbo_jax.pallas.hopper import inline, mosaic, per_thread, stores
 from ikbo_jax.pallas.hopper.inline import Integer
 from ikbo_jax.problems.hopper import WGMMA_M
 
@@ -52,7 +52,7 @@ def restrict(
     before = part * ends.shape[1]
 
     @inline.code(ends, bits, query, key, returns=per_thread.INT32)
-    def computed(ends: ir.Value, bits: Any, query: Integer, key: Integer) -> mgpu.FragmentedArray:
+    def computed(ends: ir.Value, bits: Any, query: Integer, key: Integer) -> Integer:
         thread = stores.late_thread_number()
         row, i32 = stores.thread_row(thread, 0), ir.IntegerType.get_signless(32)
         column = thread % 4 * 2
@@ -74,7 +74,7 @@ def restrict(
             inside = (key + key_step - begin).below(length)
             kept = (inline.bit(bit), 0) if part == RANGE else (0, inline.bit(bit))
             word = word | inside.select(*kept)
-        return per_thread.array(per_thread.scalar(bits) & word, bits)
+        return per_thread.scalar(bits) & word
 
     return computed
 
@@ -87,13 +87,12 @@ def keep(
     if mosaic.is_interpreted():
         kept = bits[:, begin : begin + columns]
         return tuple(jnp.where(kept, x, jnp.float32(y)) for x, y in zip(values, fills, strict=True))
-    accumulator = mma.accumulator_type(columns)
 
-    @inline.code(bits, *values, returns=(accumulator,) * len(values))
+    @inline.code(bits, *values, returns=tuple(values))
     def selected(bits: Any, *arrays: mgpu.FragmentedArray) -> Any:
         word, found = per_thread.scalar(bits), [x.registers.copy() for x in arrays]
         for i in range(found[0].size):
-            pairs = [list(_elements(x.flat[i])) for x in found]
+            pairs = [[vector.extract(x.flat[i], [], [j]) for j in (0, 1)] for x in found]
             for j in range(2):
                 is_seen = (word & inline.bit(begin // 2 + 2 * i + j)).differs(0)
                 for pair, fill in zip(pairs, fills, strict=True):
@@ -103,7 +102,3 @@ def keep(
         return tuple(inline.accumulator(x) for x in found)
 
     return tuple(selected)
-
-
-def _elements(pair: ir.Value) -> tuple[ir.Value, ir.Value]:
-    return vector.extract(pair, [], [0]), vector.extract(pair, [], [1])

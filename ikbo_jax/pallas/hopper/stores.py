@@ -10,7 +10,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
@@ -120,8 +119,8 @@ def thread_row(thread: Integer, half: int) -> Integer:
     return warp * 16 + lane + 8 * half
 
 
-def row_numbers(rows: Any) -> list[Integer]:
-    """Extracts the integers of a thread's two rows of [64] in `ROW_LAYOUT`, or repeats a scalar."""
+def row_numbers(rows: Any) -> list[Any]:
+    """Extracts the numbers of a thread's two rows of [64] in `ROW_LAYOUT`, or repeats a scalar."""
     if isinstance(rows, Integer):
         return [rows, rows]
     return [Integer(vector.extract(x, [], [0])) for x in rows.registers.flat]
@@ -129,14 +128,7 @@ def row_numbers(rows: Any) -> list[Integer]:
 
 def row_array(numbers: Sequence[ir.Value]) -> mgpu.FragmentedArray:
     """Makes an array [64] in `ROW_LAYOUT` of the numbers of a thread's two rows."""
-    layout, kind = ROW_LAYOUT.to_mgpu(), numbers[0].type
-    single = ir.VectorType.get((1,), kind)
-    registers = np.array([vector.from_elements(single, [x]) for x in numbers], dtype=object)
-    return mgpu.FragmentedArray(
-        _registers=registers.reshape(layout.registers_shape((WGMMA_M,))),
-        _layout=layout,
-        _is_signed=True if isinstance(kind, ir.IntegerType) else None,
-    )
+    return inline.array(numbers, (WGMMA_M,))
 
 
 def within(row: Integer, begin: ir.Value, end: ir.Value) -> Integer:

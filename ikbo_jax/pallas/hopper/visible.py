@@ -15,7 +15,7 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir.dialects import arith, vector
 
-from ikbo_jax.pallas.hopper import inline, mma, mosaic, operand_tiles, stores
+from ikbo_jax.pallas.hopper import inline, mosaic, operand_tiles, stores
 
 
 class Visible(NamedTuple):
@@ -55,15 +55,6 @@ class Visible(NamedTuple):
 
         return lax.cond(self.is_partial, masked, lambda: values)
 
-    def _contains(self, number: jax.Array) -> jax.Array:
-        """Makes the mask of visible columns; ends by row are broadcast along the columns."""
-        begin, end = (
-            lax.broadcast_in_dim(x, number.shape, (0,)) if getattr(x, "ndim", 0) else x
-            for x in (self.begin, self.end)
-        )
-        is_visible: jax.Array = number < end
-        return is_visible if self._begins_at_0 else is_visible & (number >= begin)
-
     def select(
         self, values: jax.Array, *, inside: bool, fill: float = 0.0, axis: int = 1
     ) -> jax.Array:
@@ -72,7 +63,13 @@ class Visible(NamedTuple):
         Unlike `keep`, it does not test whether the block needs this: the ends may be by row.
         """
         number = plgpu.broadcasted_iota(jnp.int32, values.shape, axis, layout=plgpu.Layout.WGMMA)
-        is_inside, other = self._contains(number), jnp.float32(fill)
+        begin, end = (
+            lax.broadcast_in_dim(x, number.shape, (0,)) if getattr(x, "ndim", 0) else x
+            for x in (self.begin, self.end)
+        )
+        is_inside, other = number < end, jnp.float32(fill)
+        if not self._begins_at_0:
+            is_inside &= number >= begin
         return (
             jnp.where(is_inside, values, other) if inside else jnp.where(is_inside, other, values)
         )
@@ -83,7 +80,7 @@ class Visible(NamedTuple):
             return self.select(values, inside=inside, fill=fill)
         limits = [self.end] if self._begins_at_0 else [self.end, self.begin]
 
-        @inline.code(values, *limits, returns=mma.accumulator_type(values.shape[1]))
+        @inline.code(values, *limits, returns=values)
         def selected(values: mgpu.FragmentedArray, *limits: Any) -> mgpu.FragmentedArray:
             column = stores.late_thread_number() % 4 * 2
             ends, *begins = ([x - column for x in stores.row_numbers(limit)] for limit in limits)

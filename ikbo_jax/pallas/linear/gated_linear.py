@@ -26,7 +26,6 @@ Synchronisations:
                         next tile's first step.
 """
 
-import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -48,8 +47,8 @@ from ikbo_jax.pallas.linear.gated_loads import (
     load_rows,
     load_weights,
 )
-from ikbo_jax.problems.gated_linear import GatedLinearConfig
 from ikbo_jax.problems.hopper import BLOCK_K, WGMMA_M
+from ikbo_jax.problems.norm_linear import GatedLinearConfig
 from ikbo_jax.reference.norm_linear import Gate, GatedLinear
 
 
@@ -130,10 +129,7 @@ def _statistics(ctx: GatedLinearContext, k: Any) -> rows.Statistics:
     """Loads the statistics of the group of block `k`."""
     gate = ctx.shape.gate
     group = lax.div(k, ctx.shape.blocks // gate.groups)
-    mean, scale = (
-        rows.load_statistic(ctx.shared.statistics.at[group, i], ctx.consumer) for i in range(2)
-    )
-    return rows.Statistics(None if gate.norm.kind == "rms" else mean, scale)
+    return rows.load_statistics(ctx.shared.statistics.at[group], ctx.consumer, gate.norm.kind)
 
 
 def _gated(ctx: GatedLinearContext, block: Any, k: Any, of_rows: rows.Statistics) -> jax.Array:
@@ -279,9 +275,7 @@ def gated_linear_kernel(
     if shared is not None:
         shared_rows, padding = count // shared.shape[0], -features % (config.blocks * BLOCK_K)
         shared = jnp.pad(shared, ((0, 0), (0, padding))).reshape(-1)
-    options = gate, config.blocks, u is not None, shared_rows
-    shape = Shape(count, columns, features, *options)
-    shape = dataclasses.replace(shape, workers=min(num_sms, shape.items))
+    shape = Shape(count, columns, features, gate, config.blocks, u is not None, shared_rows)
     scale, bias = (
         None if y is None else rows.padded(jnp.repeat(y, columns // y.size), BLOCK_K)
         for y in (arrays.norm_scale, arrays.norm_bias)
@@ -292,13 +286,13 @@ def gated_linear_kernel(
             functools.partial(GatedLinearContext, shape, config),
             load_weights,
             consume,
-            assist=load_rows,
+            ((load_rows, 1),),
         ),
         Operands(u, a, scale, bias, weight, arrays.residual, shared),
         (jax.ShapeDtypeStruct((count, features), a.dtype),),
         config.shared(gate.groups),
         dtype=a.dtype,
         name="ikbo_gated_linear",
-        workers=shape.workers,
+        workers=min(num_sms, shape.items),
     )
     return found

@@ -11,7 +11,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from ikbo_jax.pallas.linear.items import ItemContext
+from ikbo_jax.pallas.hopper.launch import ItemContext
 from ikbo_jax.problems import hopper
 from ikbo_jax.problems.hopper import BLOCK_K, NUM_CONSUMERS, TILE_ROWS, WGMMA_M
 from ikbo_jax.reference.norm_linear import Gate
@@ -49,7 +49,6 @@ class Shape:
     tile_blocks: int
     is_gated: bool
     shared_rows: int
-    workers: int = 1
 
     @property
     def blocks(self) -> int:
@@ -99,7 +98,7 @@ class GatedLinearContext(ItemContext):
         return is_whole and not shape.is_gated
 
     def item(self, i: Any) -> Tile:
-        number, tiles = i * self.shape.workers + self.worker, self.shape.column_tiles
+        number, tiles = self.number(i), self.shape.column_tiles
         column = lax.rem(number, tiles) * (self.shape.tile_blocks * BLOCK_K)
         return Tile(lax.div(number, tiles) * TILE_ROWS, column)
 

@@ -19,7 +19,9 @@ Synchronisations:
   3. `rows.ready[s]`    the same for a block of rows: consumers write to it, as generic accesses,
      `rows.free[s]`     before WGMMA reads it (a proxy fence and a barrier of the warpgroup), and
                         free it after the last tile's WGMMAs.
-  4. `staging`          `commit_smem` before a TMA store, `wait_smem_to_gmem` before the next write.
+  4. a warp's barrier   between the sums of its rows, whose first numbers all lanes of a row read,
+                        and their normalisation.
+  5. `staging`          `commit_smem` before a TMA store, `wait_smem_to_gmem` before the next write.
 """
 
 import dataclasses
@@ -35,10 +37,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ikbo_jax.pallas.activations.values import activate
-from ikbo_jax.pallas.hopper import mma, operand_tiles
-from ikbo_jax.pallas.hopper.launch import Roles, launch
+from ikbo_jax.pallas.hopper import mma, mosaic, operand_tiles
+from ikbo_jax.pallas.hopper.launch import ItemContext, Roles, launch
 from ikbo_jax.pallas.linear import row_statistics, rows
-from ikbo_jax.pallas.linear.items import ItemContext
 from ikbo_jax.problems import hopper
 from ikbo_jax.problems.hopper import BLOCK_K, NUM_CONSUMERS, TILE_ROWS, WGMMA_M
 from ikbo_jax.problems.norm_linear import BLOCK_N, STATISTICS_WARPS, STORE_COLUMNS, NormLinearConfig
@@ -71,7 +72,6 @@ class Shape:
     activations: tuple[str, ...]
     norm: Norm
     parts: int
-    workers: int
 
     @property
     def k_steps(self) -> int:
@@ -107,7 +107,7 @@ class NormLinearContext(ItemContext):
     """The context of a warpgroup; a *step* numbers the k steps of all its tiles."""
 
     def item(self, i: Any) -> Item:
-        number, parts = i * self.shape.workers + self.worker, self.shape.parts
+        number, parts = self.number(i), self.shape.parts
         tiles, part = self.shape.first_tiles[-1], lax.rem(number, parts)
         begin, end = (lax.div(p * tiles, parts) for p in (part, part + 1))
         return Item(lax.div(number, parts) * TILE_ROWS, begin, end)
@@ -207,10 +207,7 @@ def _item_statistics(ctx: NormLinearContext, i: Any, first_block: Any) -> rows.S
 
     def take() -> rows.Statistics:
         ctx.shared.early.await_ready(i - 1)
-        mean, scale = (
-            rows.load_statistic(ctx.shared.statistics.at[n], ctx.consumer) for n in range(2)
-        )
-        return rows.Statistics(None if ctx.shape.norm.kind == "rms" else mean, scale)
+        return rows.load_statistics(ctx.shared.statistics, ctx.consumer, ctx.shape.norm.kind)
 
     return lax.cond(i > 0, take, lambda: _statistics(ctx, first_block))
 
@@ -224,20 +221,18 @@ def _statistics(ctx: NormLinearContext, first: Any) -> rows.Statistics:
     """Computes the statistics of the consumer's rows, whose blocks are those from `first` on."""
     shape, ring = ctx.shape, ctx.shared.rows
     whole, rest = divmod(shape.features, BLOCK_K)
-    ring.await_ready(first)
-    sums = rows.begin_sums(_rows_of(ctx, first), shape.norm.kind)
 
-    def add(k: Any, sums: rows.Sums, columns: int = BLOCK_K) -> rows.Sums:
-        return rows.add_sums(sums, _rows_of(ctx, first + k), columns)
-
-    def add_next(k: Any, sums: rows.Sums, columns: int = BLOCK_K) -> rows.Sums:
+    def add(k: Any, sums: rows.Sums | None, columns: int = BLOCK_K) -> rows.Sums:
         ring.await_ready(first + k)
-        return add(k, sums, columns)
+        tiles = _rows_of(ctx, first + k)
+        return rows.add_sums(sums or rows.begin_sums(tiles, shape.norm.kind), tiles, columns)
 
-    sums = add(0, sums, BLOCK_K if whole else rest)
-    sums = lax.fori_loop(1, max(whole, 1), add_next, sums)
+    sums = add(0, None, BLOCK_K if whole else rest)
+    sums = lax.fori_loop(1, max(whole, 1), add, sums)
     if whole and rest:
-        sums = add_next(whole, sums, rest)
+        sums = add(whole, sums, rest)
+    # All lanes have read a row's first number before one of them normalises it in place.
+    mosaic.synchronise_warp()
     return rows.statistics(sums, shape.features, shape.norm.eps)
 
 
@@ -394,8 +389,7 @@ def norm_linear_kernel(
     count, features = x.shape
     flat = tuple(w.reshape(features, -1) for w in weights)
     columns = tuple(w.shape[1] for w in flat)
-    shape = Shape(count, features, columns, activations, norm, config.parts, 1)
-    shape = dataclasses.replace(shape, workers=min(num_sms, shape.items))
+    shape = Shape(count, features, columns, activations, norm, config.parts)
 
     scale, bias = (None if y is None else rows.padded(y, BLOCK_K) for y in (norm_scale, norm_bias))
     of_columns = None
@@ -409,23 +403,19 @@ def norm_linear_kernel(
     out = [jax.ShapeDtypeStruct((count, c), x.dtype) for c in columns]
     is_kept = (has_projection and name != "identity" for name in activations)
     outputs = out, [like if kept else None for like, kept in zip(out, is_kept, strict=True)]
-    early: dict[str, Any] = {}
+    context = functools.partial(NormLinearContext, shape, config)
+    roles = Roles(context, load_weights, consume, ((load_rows, 1),))
     if config.is_early:
-        early = {"watch": load_statistics, "watchers": STATISTICS_WARPS, "registers": (224, 56)}
+        assist = (*roles.assist, (load_statistics, STATISTICS_WARPS))
+        roles = dataclasses.replace(roles, assist=assist, registers=(224, 56))
     found = launch(
-        Roles(
-            functools.partial(NormLinearContext, shape, config),
-            load_weights,
-            consume,
-            assist=load_rows,
-            **early,
-        ),
+        roles,
         Operands(x, scale, bias, flat, of_columns),
         outputs,
         config.shared(),
         dtype=x.dtype,
         name="ikbo_norm_linear",
-        workers=shape.workers,
+        workers=min(num_sms, shape.items),
     )
     found = jax.tree.unflatten(jax.tree.structure(outputs), found)
     shapes = [(count, *w.shape[1:]) for w in weights]

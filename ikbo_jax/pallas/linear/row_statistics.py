@@ -26,7 +26,7 @@ def compute(x: Any, first: Any, target: Any, norm: Norm, warp_count: int) -> Non
 
     The last row counts for those past it. The warps are those from the warpgroup's third one on.
     """
-    rows, features = x.shape
+    (rows, features), dtype = x.shape, x.dtype
     if mosaic.is_interpreted():
 
         @pl.loop(0, TILE_ROWS)
@@ -48,7 +48,7 @@ def compute(x: Any, first: Any, target: Any, norm: Norm, warp_count: int) -> Non
             row = step * (_ROWS * warp_count) + row
             source = (first + row).at_most(rows - 1)
             base = stores.device_address(x, [(source, features)], 2)
-            sums = _sums(base, of_row, features, norm, x.type)
+            sums = _sums(base, of_row, features, norm, dtype)
             mean, scale = _finish(*sums, features, norm)
             is_first = of_row.equals(0)
             for i, number in enumerate((mean, scale)):
@@ -57,28 +57,24 @@ def compute(x: Any, first: Any, target: Any, norm: Norm, warp_count: int) -> Non
 
 
 def _sums(
-    base: ir.Value, of_row: ir.Value, features: int, norm: Norm, kind: Any
+    base: ir.Value, of_row: Integer, features: int, norm: Norm, dtype: Any
 ) -> tuple[ir.Value, ir.Value, ir.Value]:
     """Computes a lane's (shift, sum of x - shift, sum of its squares); see `rows.Sums`."""
-    word, is_rms = ir.IntegerType.get_signless(32), norm.kind == "rms"
-    is_bf16 = isinstance(ir.MemRefType(kind).element_type, ir.BF16Type)
-    dtype = jnp.bfloat16 if is_bf16 else jnp.float16
+    byte, word = (ir.IntegerType.get_signless(bits) for bits in (8, 32))
     zero, count = inline.f32(0.0), features // NUMBERS
     shift = total = squares = zero
-    if not is_rms:
+    if norm.kind != "rms":
         loaded = inline.issue("ld.global.b32 $0, [$1];", base, result_types=word)
         shift = row_vectors.unpacked(loaded, dtype)[0]
-    numbers = [arith.addi(of_row, inline.i32(i)) for i in range(0, count, _QUAD)]
+    numbers = [of_row + i for i in range(0, count, _QUAD)]
     for begin in range(0, len(numbers), _FLIGHT):
         part = numbers[begin : begin + _FLIGHT]
-        wanted = [arith.cmpi(arith.CmpIPredicate.slt, i, inline.i32(count)) for i in part]
+        wanted = [i < count for i in part]
         vectors = [
             inline.issue(
                 "{ .reg .pred p; setp.ne.b32 p, $5, 0; mov.b32 $0, 0; mov.b32 $1, 0; "
                 "mov.b32 $2, 0; mov.b32 $3, 0; @p ld.global.v4.b32 {$0, $1, $2, $3}, [$4]; }",
-                mgpu.utils.getelementptr(
-                    base, [arith.muli(i, inline.i32(2 * NUMBERS))], ir.IntegerType.get_signless(8)
-                ),
+                mgpu.utils.getelementptr(base, [i * (2 * NUMBERS)], byte),
                 arith.extui(word, is_wanted),
                 result_types=[word] * WORDS,
             )

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -45,16 +44,6 @@ class Statistics(NamedTuple):
     scale: jax.Array
 
 
-def _rows(count: int) -> Any:
-    one = plgpu.ShapeDtypeStruct((WGMMA_M,), jnp.float32, layout=ROW_LAYOUT)
-    return (one,) * count
-
-
-def _numbers(array: mgpu.FragmentedArray) -> list[ir.Value]:
-    """Extracts the numbers of a thread's two rows."""
-    return [vector.extract(register, [], [0]) for register in array.registers.flat]
-
-
 class _Vectors:
     """A thread's vectors of an operand tile [64, 64]: two of each of its two rows."""
 
@@ -63,7 +52,7 @@ class _Vectors:
         of_row, row_of_8 = stores.digits(thread, (4, 8))
         #: Number of the thread's first vector of a row; the other one is 4 vectors before or after.
         self.first = of_row + row_of_8 % 2 * 4
-        self._base = mgpu.utils.memref_ptr(tiles)
+        self._tiles = tiles
         row_offset = stores.thread_row(thread, 0) * mosaic.SWIZZLE
         self._offset = row_offset + (self.first ^ row_of_8) * 16
 
@@ -73,8 +62,7 @@ class _Vectors:
 
     def _address(self, half: int, i: int) -> ir.Value:
         offset = (self._offset ^ 4 * i * 16) + half * 8 * mosaic.SWIZZLE
-        byte = ir.IntegerType.get_signless(8)
-        return mgpu.utils.getelementptr(self._base, [offset], byte)
+        return inline.address(self._tiles, offset, 8)
 
     def load(self, half: int, i: int) -> list[ir.Value]:
         ptx = "ld.shared.v4.b32 {$0, $1, $2, $3}, [$4];"
@@ -95,35 +83,25 @@ def _fma(a: ir.Value, b: ir.Value, c: ir.Value) -> ir.Value:
 
 def begin_sums(tiles: Any, kind: str) -> Sums:
     """Begins the sums of rows whose first block is in `tiles`."""
+    zero = plgpu.layout_cast(jnp.zeros((WGMMA_M,), jnp.float32), ROW_LAYOUT)
+    if kind == "rms":
+        return Sums(None, None, zero)
     if mosaic.is_interpreted():
-        zero = jnp.zeros((WGMMA_M,), jnp.float32)
-        if kind == "rms":
-            return Sums(None, None, zero)
         return Sums(tiles[...].astype(jnp.float32)[:, 0], zero, zero)
+    dtype = tiles.dtype
 
-    is_rms = kind == "rms"
-
-    @inline.code(mosaic.operand(tiles), returns=_rows(1 if is_rms else 3))
-    def found(tiles: ir.Value) -> Any:
-        zeros = [stores.row_array([inline.f32(0.0)] * 2) for _ in range(1 if is_rms else 2)]
-        if is_rms:
-            return tuple(zeros)
-        dtype, thread = _dtype(tiles), stores.late_thread_number()
-        shifts = []
+    @inline.code(mosaic.operand(tiles), returns=zero)
+    def shift(tiles: ir.Value) -> mgpu.FragmentedArray:
+        thread, shifts = stores.late_thread_number(), []
         for half in (0, 1):
             row = stores.thread_row(thread, half)
             swizzled = row % 8 * 16
             address = inline.address(tiles, row * mosaic.SWIZZLE + swizzled, 8)
             word = inline.issue_word("ld.shared.b32 $0, [$1];", address)
             shifts.append(row_vectors.unpacked(word, dtype)[0])
-        return (stores.row_array(shifts), *zeros)
+        return stores.row_array(shifts)
 
-    return Sums(None, None, *found) if is_rms else Sums(*found)
-
-
-def _dtype(tiles: ir.Value) -> Any:
-    is_bf16 = isinstance(ir.MemRefType(tiles.type).element_type, ir.BF16Type)
-    return jnp.bfloat16 if is_bf16 else jnp.float16
+    return Sums(shift, zero, zero)
 
 
 def add_sums(sums: Sums, tiles: Any, columns: int) -> Sums:
@@ -136,12 +114,12 @@ def add_sums(sums: Sums, tiles: Any, columns: int) -> Sums:
         first = None if sums.first is None else sums.first + jnp.sum(x, axis=1)
         return Sums(sums.shift, first, sums.second + jnp.sum(x * x, axis=1))
 
-    held = [x for x in sums if x is not None]
+    held, dtype = [x for x in sums if x is not None], tiles.dtype
 
-    @inline.code(mosaic.operand(tiles), *held, returns=_rows(1 if is_rms else 2))
+    @inline.code(mosaic.operand(tiles), *held, returns=(sums.second,) * (1 if is_rms else 2))
     def found(tiles: ir.Value, *arrays: mgpu.FragmentedArray) -> Any:
-        dtype, vectors = _dtype(tiles), _Vectors(tiles)
-        *rest, seconds = map(_numbers, arrays)
+        vectors = _Vectors(tiles)
+        *rest, seconds = map(stores.row_numbers, arrays)
         loaded = [[vectors.load(half, i) for i in (0, 1)] for half in (0, 1)]
         for half in (0, 1):
             for i in (0, 1):
@@ -168,9 +146,9 @@ def statistics(sums: Sums, features: int, eps: float) -> Statistics:
         if mosaic.is_interpreted():
             return x
 
-        @inline.code(x, returns=_rows(1)[0])
+        @inline.code(x, returns=x)
         def of_threads(x: mgpu.FragmentedArray) -> Any:
-            numbers = _numbers(x)
+            numbers: list[Any] = stores.row_numbers(x)
             for distance in (1, 2):
                 numbers = [arith.addf(y, mgpu.utils.shfl_bfly(y, distance)) for y in numbers]
             return stores.row_array(numbers)
@@ -186,12 +164,17 @@ def statistics(sums: Sums, features: int, eps: float) -> Statistics:
     return Statistics(mean, jax.lax.rsqrt(variance + jnp.float32(eps)))
 
 
-def load_statistic(ref: Any, consumer: Any) -> jax.Array:
-    """Loads a number of each of the consumer's rows from shared memory, [128] f32: [64]."""
-    place = ref.at[pl.ds(consumer * WGMMA_M, WGMMA_M)]
-    if mosaic.is_interpreted():
-        return place[...]
-    return plgpu.load(place, layout=ROW_LAYOUT, optimized=False)
+def load_statistics(ref: Any, consumer: Any, kind: str | None) -> Statistics:
+    """Loads the statistics of the consumer's rows from shared memory, [2, 128] f32."""
+
+    def load(i: int) -> jax.Array:
+        place = ref.at[i, pl.ds(consumer * WGMMA_M, WGMMA_M)]
+        if mosaic.is_interpreted():
+            return place[...]
+        return plgpu.load(place, layout=ROW_LAYOUT, optimized=False)
+
+    mean, scale = map(load, range(2))
+    return Statistics(None if kind == "rms" else mean, scale)
 
 
 def normalise(tiles: Any, of_rows: Statistics, factors: tuple[Any, Any], block: Any) -> None:
@@ -213,14 +196,14 @@ def normalise(tiles: Any, of_rows: Statistics, factors: tuple[Any, Any], block: 
         tiles[...] = x.astype(tiles.dtype)
         return
 
-    held = [x for x in of_rows if x is not None]
+    held, dtype = [x for x in of_rows if x is not None], tiles.dtype
     memory = [x for x in factors if x is not None]
 
     @inline.code(mosaic.operand(tiles), block, *memory, *held)
     def _(tiles: ir.Value, block: Integer, *rest: Any) -> None:
-        dtype, vectors = _dtype(tiles), _Vectors(tiles)
+        vectors = _Vectors(tiles)
         refs = iter(rest[: len(memory)])
-        *means, scales = (_numbers(x) for x in rest[len(memory) :])
+        *means, scales = map(stores.row_numbers, rest[len(memory) :])
         loaded = [[vectors.load(half, i) for half in (0, 1)] for i in (0, 1)]
         parts = [None if x is None else next(refs) for x in factors]
         first = block * BLOCK_K
@@ -283,7 +266,6 @@ def of_columns(ref: Any, first: Any, width: int) -> jax.Array:
                 ptx = f"ld.global.nc.b32 $0, [$1 + {16 * i}];"
                 numbers = row_vectors.unpacked(inline.compute_word(ptx, address), dtype)
             registers += [vector.from_elements(pair_type, list(numbers))] * 2  # of both rows
-        shape = mgpu.WGMMA_LAYOUT.registers_shape((WGMMA_M, width))
-        return inline.accumulator(np.array(registers, dtype=object).reshape(shape))
+        return inline.array(registers, (WGMMA_M, width))
 
     return loaded

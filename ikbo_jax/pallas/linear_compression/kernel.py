@@ -47,7 +47,7 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -78,31 +78,29 @@ from ikbo_jax.problems.packed_compression import (
     TMA_ALIGNMENT,
     WEIGHT_ALIGNMENT,
     WHOLE_TILES_PER_SM,
-    block_width,
 )
 
-
-class _Level(NamedTuple):
-    """The static description and the operands of one level of a launch."""
-
-    phase: Phase
-    operands: Operands
+#: The static description and the operands of one level of a launch.
+_Level = tuple[Phase | None, Operands | None]
 
 
 def _launch(
-    user: _Level | None,
-    cand: _Level | None,
+    user: _Level,
+    cand: _Level,
     *,
     config: LinearCompressionConfig | PackedCompressionConfig,
     num_sms: int,
 ) -> Any:
     """Launches the kernel once; returns the output, or without `cand` the users' fragments."""
-    is_packed = isinstance(config, PackedCompressionConfig)
-    columns = PackedColumns if is_packed else Columns
-    phases = (user.phase if user else None, cand.phase if cand else None)
-    user_phase, cand_phase = phases
-    operands = (user.operands if user else None, cand.operands if cand else None)
+    (user_phase, user_operands), (cand_phase, cand_operands) = user, cand
+    phases, operands = (user_phase, cand_phase), (user_operands, cand_operands)
     dtype = jax.tree.leaves(operands)[0].dtype
+    with_claims, columns = None not in phases, Columns
+    if isinstance(config, PackedCompressionConfig):
+        n = next(phase.n for phase in phases if phase)
+        columns, shared = PackedColumns, config.shared(with_claims=with_claims, n=n)
+    else:
+        shared = config.shared(with_claims=with_claims)
     output = fragments = None
     if cand_phase is not None:
         output = jax.ShapeDtypeStruct((cand_phase.batch, cand_phase.m, cand_phase.n), dtype)
@@ -116,12 +114,6 @@ def _launch(
         user_phase.cost / cand_phase.cost if user_phase and cand_phase else 1.0,
         num_sms // config.cluster,
     )
-    with_claims = None not in phases
-    if isinstance(config, PackedCompressionConfig):
-        n = jax.tree.leaves([phase and phase.n for phase in phases])[0]
-        shared: Any = config.shared(with_claims=with_claims, n=n)
-    else:
-        shared = config.shared(with_claims=with_claims)
 
     def context(shared: Any, operands: Any, outputs: Any) -> CompressionContext:
         claims = None
@@ -160,12 +152,6 @@ def _aligned(weights: Sequence[jax.Array], alignment: int) -> list[tuple[jax.Arr
     packed = jnp.concatenate(padded, axis=1) if len(padded) > 1 else padded[0]
     ends = itertools.accumulate(w.shape[1] for w in padded)
     return [(packed, end - w.shape[1]) for w, end in zip(padded, ends, strict=True)]
-
-
-def _packed(phase: Phase, block_n: int) -> PackedPhase:
-    """Converts a phase to tiles that span rows of the batch."""
-    fields = {field.name: getattr(phase, field.name) for field in dataclasses.fields(phase)}
-    return PackedPhase(**fields, block_n=block_n, width=block_width(phase.n))
 
 
 def _halved(phase: Phase, num_sms: int) -> Phase:
@@ -208,15 +194,18 @@ def linear_compression_kernel(
     launch_levels = functools.partial(_launch, config=config, num_sms=num_sms)
     last = len(weights) - 1
     is_shared = config.single_launch and last > 0
-    is_packed = isinstance(config, PackedCompressionConfig)
-    flops = sum(2 * w.shape[0] * e.size for w, e in zip(weights, embeddings, strict=True))
-    is_short = is_packed and flops < PAD_FROM_FLOPS
-    aligned = _aligned(weights, TMA_ALIGNMENT if is_short else WEIGHT_ALIGNMENT)
+    make_phase: Any = Phase
+    alignment = WEIGHT_ALIGNMENT
+    if isinstance(config, PackedCompressionConfig):
+        make_phase = functools.partial(PackedPhase, block_n=config.block_n)
+        flops = sum(2 * w.shape[0] * e.size for w, e in zip(weights, embeddings, strict=True))
+        alignment = TMA_ALIGNMENT if flops < PAD_FROM_FLOPS else WEIGHT_ALIGNMENT
+    aligned = _aligned(weights, alignment)
 
     def level(i: int, fragments: Any) -> _Level:
         batch, k, n = embeddings[i].shape
         weight, k_offset = aligned[i]
-        phase = Phase(
+        phase = make_phase(
             batch=batch,
             k=k,
             m=weight.shape[0],
@@ -227,15 +216,13 @@ def linear_compression_kernel(
             # A CTA claims user tiles by itself, independent of the other CTAs of its cluster.
             cluster=1 if is_shared and i == last - 1 else config.cluster,
         )
-        if isinstance(config, PackedCompressionConfig):
-            phase = _packed(phase, config.block_n)
         if i < last:
             phase = _halved(phase, num_sms)
-        return _Level(phase, Operands(weight, embeddings[i], parents[i], fragments))
+        return phase, Operands(weight, embeddings[i], parents[i], fragments)
 
     fragments = None
     for i in range(last - 1 if is_shared else last):
-        fragments = launch_levels(level(i, fragments), None)
+        fragments = launch_levels(level(i, fragments), (None, None))
     if is_shared:
         return launch_levels(level(last - 1, fragments), level(last, None))
-    return launch_levels(None, level(last, fragments))
+    return launch_levels((None, None), level(last, fragments))

@@ -14,18 +14,14 @@ from collections.abc import Callable
 from typing import Any, ClassVar
 
 import jax
-import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ikbo_jax.pallas.hopper import fragment, granules, mma, mosaic
-from ikbo_jax.pallas.linear_compression.tiles import Columns, Operands, PackedPhase, Tile, block_at
+from ikbo_jax.pallas.linear_compression.tiles import Columns, Operands, PackedPhase, Tile
 from ikbo_jax.problems.hopper import BLOCK_K, NUM_CONSUMERS, WGMMA_M
-from ikbo_jax.problems.packed_compression import GRANULE, STAGING_SLOTS
-
-#: Granules of an accumulator, one for each warp.
-GRANULES = WGMMA_M // GRANULE
+from ikbo_jax.problems.packed_compression import STAGING_SLOTS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,7 +54,7 @@ class PackedColumns(Columns):
             # LLVM would keep the blocks' rows and columns, which are the same in every k step, and
             # spill: 300 bytes with 12 blocks.
             number = mosaic.opaque(first + i)
-            row, columns = block_at(self.phase, number)
+            row, columns = self.phase.at(number)
             plgpu.copy_gmem_to_smem(embedding.at[row, rows, columns], target.at[stage, i], ready)
 
         # The barrier expects as many arrivals as the phase with most blocks has.
@@ -66,17 +62,7 @@ class PackedColumns(Columns):
             plgpu.barrier_arrive(ready)
 
     def with_accumulators(self, body: Callable[[tuple[Any, ...]], Any], columns: int) -> Any:
-        if not self.ctx.interpret:
-            return body((None,) * self.phase.accumulators)
-        # The interpreter multiplies block by block.
-        blocks = WGMMA_M // self.phase.width
-        part = plgpu.ACC((self.phase.width, columns))
-        parts = [part] * (blocks * self.phase.accumulators)
-
-        def grouped(*parts: Any) -> Any:
-            return body(tuple(parts[i : i + blocks] for i in range(0, len(parts), blocks)))
-
-        return pl.run_scoped(grouped, *parts)
+        return mma.with_row_blocks(body, self.phase.accumulators, self.phase.width, columns)
 
     def multiply(
         self, accs: tuple[Any, ...], stage: Any, columns: int, *, overwrite: bool, k: int
@@ -96,11 +82,6 @@ class PackedColumns(Columns):
             )
             for i, acc in enumerate(accs)
         )
-
-    def finish(self, accs: tuple[Any, ...]) -> tuple[jax.Array, ...]:
-        if self.ctx.interpret:
-            return tuple(jnp.concatenate([part[...] for part in parts]) for parts in accs)
-        return tuple(mma.after_wait(acc) for acc in accs)
 
     def look_up(self, operands: Operands, tile: Tile) -> Any:
         """Looks up the granule of the user that each warp adds, for each accumulator."""
@@ -123,7 +104,7 @@ class PackedColumns(Columns):
     ) -> None:
         first, begin = self._first_granule(tile), self._first_row(tile)
         for i, acc in enumerate(accs):
-            granules.store(memory, acc, first + i * GRANULES, begin)
+            granules.store(memory, acc, first + i * granules.GRANULES, begin)
 
     def store_chunk(
         self, output: Any, chunk: int, finished: tuple[jax.Array, ...], tile: Tile, is_valid: Any
@@ -142,16 +123,7 @@ class PackedColumns(Columns):
             plgpu.commit_smem()
             first = self._first_accumulator(tile) + number
             compressed = pl.ds(self._first_row(tile) + part * rows, rows)
-            # TMA drops rows past the batch and past M.
-            if self.phase.blocks_of_row == 1:
-                target = output.at[pl.ds(first * blocks, blocks), compressed]
-                plgpu.copy_smem_to_gmem(staging, target)
-                return
-            for i in range(blocks):
-                row, columns = block_at(self.phase, first * blocks + i)
-                plgpu.copy_smem_to_gmem(
-                    staging.at[i], output.at[row, compressed, columns], commit_group=i == blocks - 1
-                )
+            self.phase.store(staging, output, first * blocks, compressed)
 
     @property
     def _share(self) -> tuple[Any, Any]:
@@ -165,7 +137,7 @@ class PackedColumns(Columns):
 
     def _first_granule(self, tile: Tile) -> Any:
         """Returns the number of the first granule of this consumer's first accumulator."""
-        return self._first_accumulator(tile) * GRANULES
+        return self._first_accumulator(tile) * granules.GRANULES
 
     def _first_row(self, tile: Tile) -> Any:
         """Returns this consumer's first compressed row."""

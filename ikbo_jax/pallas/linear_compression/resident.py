@@ -24,7 +24,6 @@ import functools
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -46,7 +45,6 @@ from ikbo_jax.pallas.linear_compression.resident_tiles import (
     place_of,
     sources_of,
 )
-from ikbo_jax.pallas.linear_compression.tiles import block_at
 from ikbo_jax.problems import LinearCompressionProblem, ResidentCompressionConfig
 from ikbo_jax.problems.hopper import BLOCK_K, WGMMA_M
 from ikbo_jax.problems.packed_compression import GRANULE, STAGING_SLOTS
@@ -89,21 +87,10 @@ def _multiply(
             # A loop: unrolled, the descriptors of all steps would occupy registers.
             accs = mma.accumulate(begin, source.steps, step, accs)
         plgpu.wgmma_wait(0)
-        if ctx.interpret:
-            sums = tuple(jnp.concatenate([x[...] for x in blocks]) for blocks in accs)
-        else:
-            sums = tuple(mma.after_wait(acc) for acc in accs)
+        sums = tuple(map(mma.after_wait, accs))
         return sums * layout.accumulators if is_repeated else sums
 
-    if not ctx.interpret:
-        return all_steps((None,) * accumulators)
-    types = [plgpu.ACC((phase.width, layout.block_m))] * (of_accumulator * accumulators)
-
-    def grouped(*parts: Any) -> Any:
-        groups = (parts[i : i + of_accumulator] for i in range(0, len(parts), of_accumulator))
-        return all_steps(tuple(groups))
-
-    return pl.run_scoped(grouped, *types)
+    return mma.with_row_blocks(all_steps, accumulators, phase.width, layout.block_m)
 
 
 def _sums(
@@ -153,20 +140,12 @@ def _store(ctx: WarpgroupContext, place: Place, staging: Any, tile: Any, part: A
     """Stores a part of a tile; rows past the batch and past M are dropped."""
     phase, layout = ctx.shape, ctx.shape.layout
     output, _ = ctx.outputs
-    first, blocks = phase.first_block(place, tile), phase.blocks
+    first = phase.first_block(place, tile)
     begin = place.group * layout.rows + part * layout.block_m
     if is_contiguous(phase.n) and not ctx.interpret:
         _store_contiguous(output, staging, first, begin)
         return
-    compressed = pl.ds(begin, layout.block_m)
-    if phase.blocks_of_row == 1:
-        plgpu.copy_smem_to_gmem(staging, output.at[pl.ds(first, blocks), compressed])
-        return
-    for i in range(blocks):
-        row, columns = block_at(phase, first + i)
-        plgpu.copy_smem_to_gmem(
-            staging.at[i], output.at[row, compressed, columns], commit_group=i == blocks - 1
-        )
+    phase.store(staging, output, first, pl.ds(begin, layout.block_m))
 
 
 def _store_contiguous(output: Any, staging: Any, first: Any, begin: Any) -> None:
@@ -206,10 +185,7 @@ def _consume(ctx: WarpgroupContext) -> None:
     if layout.has_one_user:
         load_one_user(ctx, place)
     load_weights(ctx, place)
-
-    of_user = None
-    if layout.has_one_user:
-        of_user = _multiply(ctx, 0, 0, of_user=True)
+    of_user = _multiply(ctx, 0, 0, of_user=True) if layout.has_one_user else None
 
     def load_again(tile: Any) -> None:
         ahead = tile + layout.stages
@@ -229,7 +205,10 @@ def _consume(ctx: WarpgroupContext) -> None:
         if output is not None:
             _store(ctx, place, staging, tile, part)
         else:
-            _store_fragments(ctx, place, fragments_out, tile, part, accs)
+            first = place.split * phase.granules + tile * (layout.block_n // GRANULE)
+            begin = place.group * layout.rows + part * layout.block_m
+            for i, acc in enumerate(accs):
+                granules.store(fragments_out, acc, first + i * granules.GRANULES, begin)
 
     def one(tile: Any, users: Any) -> Any:
         tile = mosaic.opaque(tile)
@@ -243,22 +222,6 @@ def _consume(ctx: WarpgroupContext) -> None:
     lax.fori_loop(place.begin, place.end, one, look_up(ctx, place, place.begin))
     if output is not None:
         plgpu.wait_smem_to_gmem(0, wait_read_only=False)
-
-
-def _store_fragments(
-    ctx: WarpgroupContext,
-    place: Place,
-    memory: fragment.Fragment,
-    tile: Any,
-    part: Any,
-    accs: tuple[jax.Array, ...],
-) -> None:
-    phase, layout = ctx.shape, ctx.shape.layout
-    first = place.split * phase.granules + tile * (layout.block_n // GRANULE)
-    begin = place.group * layout.rows + part * layout.block_m
-    for i, acc in enumerate(accs):
-        at = first + i * (WGMMA_M // GRANULE)
-        granules.store(memory, acc, at, begin)
 
 
 def _launch(phase: Phase, operands: Operands, *, is_last: bool, columns: int) -> Any:
@@ -300,11 +263,9 @@ def resident_compression(
     result: Any = None
     for i, layout in layouts.items():
         tiles = layout.tiles(batches[i], n)
-        workers = min(tiles, max(1, num_sms * layout.ctas // layout.shares))
-        if layout.by_threads:
-            workers = tiles
+        most = tiles if layout.by_threads else max(1, num_sms * layout.ctas // layout.shares)
         users = batches[i - 1] if i else 0
-        phase = Phase(batches[i], ks[i], m, n, layout, phase, users, workers)
+        phase = Phase(batches[i], ks[i], m, n, layout, phase, users, min(tiles, most))
         of_users = (weights[i - 1], embeddings[i - 1]) if layout.gathered else None
         operands = Operands(weights[i], embeddings[i], of_users, parents[i], result)
         is_last = i == len(weights) - 1

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -14,13 +13,13 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from ikbo_jax.pallas.hopper import fragment, granules
 from ikbo_jax.pallas.hopper.launch import WarpgroupContext
 from ikbo_jax.pallas.linear_compression import weights
-from ikbo_jax.pallas.linear_compression.tiles import block_at
-from ikbo_jax.problems.packed_compression import GRANULE, block_width
+from ikbo_jax.pallas.linear_compression.tiles import Blocks
+from ikbo_jax.problems.packed_compression import GRANULE
 from ikbo_jax.problems.resident_compression import Layout
 
 
 @dataclasses.dataclass(frozen=True)
-class Phase:
+class Phase(Blocks):
     """Static description of a level; `users` is the batch of the `coarser` level whose fragments it
     adds.
 
@@ -35,14 +34,6 @@ class Phase:
     coarser: Phase | None
     users: int
     workers: int
-
-    @property
-    def width(self) -> int:
-        return block_width(self.n)
-
-    @property
-    def blocks_of_row(self) -> int:
-        return self.n // self.width
 
     @property
     def blocks(self) -> int:
@@ -125,16 +116,11 @@ def sources_of(ctx: WarpgroupContext, *, of_user: bool) -> list[Source]:
 
 def load_tile(ctx: WarpgroupContext, place: Place, tile: Any) -> None:
     """Issues the loads of a tile's embeddings."""
-    phase, shared = ctx.shape, ctx.shared
+    phase, shared, embedding = ctx.shape, ctx.shared, ctx.operands.embedding
     layout = phase.layout
     if layout.by_threads:
-        weights.load_blocks(
-            ctx.operands.embedding,
-            shared.embedding,
-            phase.first_block(place, tile),
-            phase.blocks_of_row,
-            place.split * layout.k,
-        )
+        first, first_k = phase.first_block(place, tile), place.split * layout.k
+        weights.load_blocks(embedding, shared.embedding, first, phase.blocks_of_row, first_k)
         return
     stage = lax.rem(tile - place.begin, layout.stages)
     for step in range(layout.steps):
@@ -143,14 +129,12 @@ def load_tile(ctx: WarpgroupContext, place: Place, tile: Any) -> None:
         rows = pl.ds(place.split * layout.k + step * layout.depth, layout.depth)
         first = phase.first_block(place, tile)
         if phase.blocks_of_row == 1:
-            source = ctx.operands.embedding.at[pl.ds(first, phase.blocks), rows]
+            source = embedding.at[pl.ds(first, phase.blocks), rows]
             plgpu.copy_gmem_to_smem(source, target, ready)
             continue
         for i in range(phase.blocks):
-            row, columns = block_at(phase, first + i)
-            plgpu.copy_gmem_to_smem(
-                ctx.operands.embedding.at[row, rows, columns], target.at[i], ready
-            )
+            row, columns = phase.at(first + i)
+            plgpu.copy_gmem_to_smem(embedding.at[row, rows, columns], target.at[i], ready)
     if layout.gathered is not None and not layout.has_one_user:
         _gather(ctx, place, tile, stage)
 
@@ -160,7 +144,7 @@ def _gather(ctx: WarpgroupContext, place: Place, tile: Any, stage: Any) -> None:
     phase, (steps, depth) = ctx.shape, ctx.shape.layout.gathered
     _, embedding = ctx.operands.of_users
     for i in range(phase.blocks):
-        row, columns = block_at(phase, phase.first_block(place, tile) + i)
+        row, columns = phase.at(phase.first_block(place, tile) + i)
         row = jnp.minimum(row, phase.batch - 1)
         user = jnp.clip(ctx.operands.index[row], 0, phase.users - 1)
         for step in range(steps):
@@ -191,12 +175,12 @@ def load_weights(ctx: WarpgroupContext, place: Place) -> None:
     layout, (tiles, _) = ctx.shape.layout, ctx.shared.weight
     own, gathered = layout.k_blocks
     first_row, first_k = place.group * layout.rows, place.split * layout.k
-    load = functools.partial(weights.load)
     region = weights.Region(0, own, own + gathered)
-    load(ctx.operands.weight, tiles, region, first_row, first_k)
+    weights.load(ctx.operands.weight, tiles, region, first_row, first_k)
     if layout.gathered is not None:
         weight, _ = ctx.operands.of_users
-        load(weight, tiles, weights.Region(own, gathered, own + gathered), first_row, jnp.int32(0))
+        region = weights.Region(own, gathered, own + gathered)
+        weights.load(weight, tiles, region, first_row, jnp.int32(0))
     weights.finish()
 
 

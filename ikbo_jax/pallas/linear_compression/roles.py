@@ -170,7 +170,7 @@ def _multiply(
             job()
         if load_coarser and is_late and not is_early:
             coarser = load_coarser()
-        return ctx.columns_of(phase).finish(accs), coarser
+        return tuple(map(mma.after_wait, accs)), coarser
 
     accs, coarser = ctx.columns_of(phase).with_accumulators(all_k_steps, columns)
     return tuple(mma.pad(acc, phase.consumer_rows) for acc in accs), coarser
@@ -322,12 +322,12 @@ def consume(ctx: CompressionContext) -> None:
         _claimed_tiles(user_phase, receive, compute)
     else:
         ctx.shared.stages.release_all()
-    if claims is None and user_phase is not None:
+        if user_phase is not None:
 
-        def compute_static(tile: Tile, step: Any) -> Any:
-            rest = (fragments, tile, step, lambda: None)
-            return _compute_fragment(ctx, user_phase, user, *rest)[1]
+            def compute_static(tile: Tile, step: Any) -> Any:
+                rest = (fragments, tile, step, lambda: None)
+                return _compute_fragment(ctx, user_phase, user, *rest)[1]
 
-        _static_tiles(ctx, user_phase, compute_static, of_user=True)
+            _static_tiles(ctx, user_phase, compute_static, of_user=True)
     if cand_phase is not None:
         _compute_candidates(ctx, cand_phase, cand, output, wait_for_users)

@@ -16,7 +16,7 @@ from ikbo_jax.pallas.hopper import fragment, mma, schedule
 from ikbo_jax.pallas.hopper.launch import WarpgroupContext
 from ikbo_jax.problems.hopper import BLOCK_K, NUM_CONSUMERS, WGMMA_M
 from ikbo_jax.problems.linear_compression import STAGING_SLOTS
-from ikbo_jax.problems.packed_compression import GRANULE, row_parts
+from ikbo_jax.problems.packed_compression import GRANULE, block_width, row_parts
 
 #: Embedding columns of a tile.
 BLOCK_N = NUM_CONSUMERS * WGMMA_M
@@ -37,16 +37,17 @@ class Phase:
     k_offset: int  # first column of this level in the weight operand
     from_fragments: bool  # whether its tiles add fragments of the coarser level
     cluster: int
+    block_n: int = BLOCK_N
 
     @property
     def accumulators(self) -> int:
         """Number of a consumer's accumulators, each of 64 embedding columns by `block_m`."""
-        return 1
+        return pl.cdiv(self.block_n, BLOCK_N)
 
     @property
     def parts(self) -> int:
         """Number of parts of a tile's compressed rows: 2 if each consumer has a half."""
-        return 1
+        return row_parts(self.block_n)
 
     @property
     def consumer_rows(self) -> int:
@@ -74,6 +75,8 @@ class Phase:
     @property
     def last_consumer_rows(self) -> int:
         """Number of a consumer's compressed rows in the last M tile, a multiple of 8 for WGMMA."""
+        if self.parts > 1:
+            return self.consumer_rows
         return pl.cdiv(self.m - (self.m_tiles - 1) * self.block_m, 8) * 8
 
     @property
@@ -91,27 +94,41 @@ class Phase:
         return self.k_steps * self.consumer_rows * self.accumulators
 
 
+class Blocks:
+    """Columns of consecutive rows of the batch, in blocks of `width` columns of one row."""
+
+    n: int
+
+    @property
+    def width(self) -> int:
+        return block_width(self.n)
+
+    @property
+    def blocks_of_row(self) -> int:
+        """Number of column blocks of a row of the batch."""
+        return self.n // self.width
+
+    def at(self, number: Any) -> tuple[Any, Any]:
+        """Returns the row of the batch and the columns of a block; `number` counts all rows'."""
+        row, of_row = lax.div(number, self.blocks_of_row), lax.rem(number, self.blocks_of_row)
+        return row, pl.ds(of_row * self.width, self.width)
+
+    def store(self, staging: Any, output: Any, first: Any, compressed: Any) -> None:
+        """Stores staged blocks from number `first` on; TMA drops rows past the batch and past M."""
+        blocks = staging.shape[0]
+        if self.blocks_of_row == 1:
+            plgpu.copy_smem_to_gmem(staging, output.at[pl.ds(first, blocks), compressed])
+            return
+        for i in range(blocks):
+            row, columns = self.at(first + i)
+            plgpu.copy_smem_to_gmem(
+                staging.at[i], output.at[row, compressed, columns], commit_group=i == blocks - 1
+            )
+
+
 @dataclasses.dataclass(frozen=True)
-class PackedPhase(Phase):
-    """Tiles that span rows of the batch: column c of all tiles is column c % N of row c // N.
-
-    A tile has `block_n` columns, in blocks of `width` columns of one row of the batch.
-    """
-
-    block_n: int
-    width: int
-
-    @property
-    def accumulators(self) -> int:
-        return pl.cdiv(self.block_n, BLOCK_N)
-
-    @property
-    def parts(self) -> int:
-        return row_parts(self.block_n)
-
-    @property
-    def last_consumer_rows(self) -> int:
-        return self.consumer_rows if self.parts > 1 else super().last_consumer_rows
+class PackedPhase(Blocks, Phase):
+    """Tiles that span rows of the batch: column c of all tiles is column c % N of row c // N."""
 
     @property
     def holds_fragments_early(self) -> bool:
@@ -130,11 +147,6 @@ class PackedPhase(Phase):
     def blocks(self) -> int:
         """Number of a tile's column blocks."""
         return self.block_n // self.width
-
-    @property
-    def blocks_of_row(self) -> int:
-        """Number of column blocks of a row of the batch."""
-        return self.n // self.width
 
     @property
     def granules_of_row(self) -> int:
@@ -199,12 +211,6 @@ class CompressionContext(WarpgroupContext):
         return self.replace(shared=self.shared._replace(stages=stages))
 
 
-def block_at(phase: Any, number: Any) -> tuple[Any, Any]:
-    """Returns the row of the batch and the columns of a block, whose number counts all rows'."""
-    row, of_row = lax.div(number, phase.blocks_of_row), lax.rem(number, phase.blocks_of_row)
-    return row, pl.ds(of_row * phase.width, phase.width)
-
-
 def locate(phase: Phase, tile: Any) -> Tile:
     """Locates tile number `tile`.
 
@@ -231,8 +237,7 @@ class Columns:
     @staticmethod
     def fragment_types(phase: Any, columns: int) -> fragment.Fragment:
         """Declares device memory for a level's fragments, of `columns` rows of M."""
-        rows = (phase.batch, phase.n_tiles, NUM_CONSUMERS)
-        return fragment.types(columns, rows)
+        return fragment.types(columns, (phase.batch, phase.n_tiles, NUM_CONSUMERS))
 
     def weight_parts(self, stage: Any) -> tuple[Any, ...]:
         """Returns the parts of a stage's weight tile, each of `Phase.consumer_rows`."""
@@ -268,10 +273,6 @@ class Columns:
             k=k,
         )
         return (acc,)
-
-    def finish(self, accs: tuple[Any, ...]) -> tuple[jax.Array, ...]:
-        """Returns the values of accumulators whose products are complete."""
-        return tuple(mma.after_wait(acc) for acc in accs)
 
     def look_up(self, operands: Operands, tile: Tile) -> Any:
         """Looks up the coarser level's row, clamped to the array."""
@@ -329,7 +330,5 @@ class Columns:
 
     def _fragment_at(self, memory: fragment.Fragment, row: Any, tile: Tile) -> fragment.Fragment:
         """Selects the part of a row's fragments that belongs to a tile."""
-        upper, lower = (plane.at[row, tile.n_tile, self.ctx.consumer] for plane in memory)
-        part = fragment.Fragment(upper, lower)
         begin, columns = tile.m_tile * self.phase.block_m, self.phase.block_m
-        return fragment.columns_of(part, begin, columns)
+        return memory.part((row, tile.n_tile, self.ctx.consumer), begin, columns)

@@ -93,27 +93,19 @@ def load(weight: Any, tiles: Any, region: Region, first_row: Any, first_k: Any) 
             for loaded in waiting:
                 _store_unaligned(*loaded)
 
-    if not is_aligned and m * k % elements:
-        _load_end(weight, tiles, region, first_row, first_k)
+    if is_aligned or m * k % elements == 0:
+        return
 
-
-def _load_end(weight: Any, tiles: Any, region: Region, first_row: Any, first_k: Any) -> None:
-    """Copies the elements after the last whole vector, by the threads that wrote zeros there."""
-    m, k = weight.shape
-    all_blocks, rows, _ = tiles.shape
-    parts = all_blocks // region.blocks_of_part
-    elements = elements_of_load(k)
-    of_row = region.blocks * BLOCK_K // elements
-
+    # The threads that wrote zeros there copy the elements after the last whole vector.
     @inline.code(weight, mosaic.operand(tiles), first_row, first_k)
-    def copy(weight: ir.Value, tiles: ir.Value, first_row: Integer, first_k: Integer) -> None:
+    def copy_end(weight: ir.Value, tiles: ir.Value, first_row: Integer, first_k: Integer) -> None:
         thread = stores.thread_number()
         for at in range(m * k - m * k % elements, m * k):
             row, column = at // k - first_row, at % k - first_k
             number = row * of_row + _divided(column, elements)[0]
             is_copier = _divided(number, WARPGROUP_SIZE)[1].equals(thread)
             is_mine = row.below(parts * rows)
-            is_mine = is_mine & column.below(region.blocks * BLOCK_K) & is_copier
+            is_mine = is_mine & column.below(blocks * BLOCK_K) & is_copier
             offset = is_mine.select(_offset(row, column, rows, region), 0)
             inline.issue(
                 "{ .reg .u16 x; @$2 ld.global.nc.u16 x, [$1]; @$2 st.shared.u16 [$0], x; }",

@@ -11,12 +11,10 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental import pallas as pl
 
 from ikbo_jax.pallas.hopper import per_thread
 from ikbo_jax.pallas.hopper.launch import WarpgroupContext, launch_threads
-from ikbo_jax.pallas.hopper.per_thread import same
 from ikbo_jax.pallas.hopper.row_vectors import Rows
 from ikbo_jax.problems import memory
 from ikbo_jax.problems.hopper import WARPGROUP_SIZE
@@ -48,8 +46,8 @@ def _copy(ctx: WarpgroupContext) -> None:
     places, users = [], []
     for i in range(ctx.config.accesses):
         number = thread + (first + i * WARPGROUP_SIZE)
-        candidate = lax.div(number, same(shape.vectors))
-        places.append((candidate, number - candidate * shape.vectors))
+        candidate, vector = per_thread.divided(number, shape.vectors)
+        places.append((candidate, vector))
         wanted = jnp.minimum(candidate, shape.batch - 1)
         user = per_thread.gather(operands.index, wanted, "global")
         users.append(jnp.clip(user, 0, shape.users - 1))

@@ -184,28 +184,21 @@ def _search(
     condition; 0: all. `search` numbers the CTA's searches; `thread` is the thread's number.
     """
     found, level = [jnp.int32(x) for x in bases], search * LEVELS
-    unknown = unknown or part.ctx.shape.batch
+    threads, batch = part.threads, part.ctx.shape.batch
+    unknown = unknown or batch
     while unknown:
-        stride = pl.cdiv(unknown, _SAMPLES * part.threads.count)
-        counts = _counts(part, conditions, found, stride, level, thread)
-        found = [x + y * stride for x, y in zip(found, counts, strict=True)]
+        # Counts the places that satisfy a condition: every `stride`-th from a base.
+        stride = pl.cdiv(unknown, _SAMPLES * threads.count)
+        counts = []
+        for holds, base in zip(conditions, found, strict=True):
+            numbers = [thread + i * threads.count for i in range(_SAMPLES)]
+            places = [(x + 1) * stride + (base - 1) for x in numbers]
+            count = [((x <= batch - 1) & holds(x)).astype(jnp.int32) for x in places]
+            counts.append(functools.reduce(jnp.add, count))
+        packed = counts[0] + counts[1] * (1 << 16)
+        both = threads.total(packed, part.ctx.shared.totals, level * threads.warps)
+        upper = lax.shift_right_logical(both, jnp.int32(16))
+        lower = both - upper * (1 << 16)
+        found = [x + y * stride for x, y in zip(found, (lower, upper), strict=True)]
         unknown, level = stride - 1, level + 1
     return found
-
-
-def _counts(
-    part: Part, conditions: list[Any], bases: list[Any], stride: int, level: int, thread: Any
-) -> list[Any]:
-    """Counts, for two conditions, the places that satisfy them: every `stride`-th from a base."""
-    threads, last = part.threads, part.ctx.shape.batch - 1
-    counts = []
-    for holds, base in zip(conditions, bases, strict=True):
-        numbers = [thread + i * threads.count for i in range(_SAMPLES)]
-        places = [(x + 1) * stride + (base - 1) for x in numbers]
-        count = [((x <= last) & holds(x)).astype(jnp.int32) for x in places]
-        counts.append(functools.reduce(jnp.add, count))
-    both = threads.total(
-        counts[0] + counts[1] * (1 << 16), part.ctx.shared.totals, level * threads.warps
-    )
-    upper = lax.shift_right_logical(both, jnp.int32(16))
-    return [both - upper * (1 << 16), upper]

@@ -336,14 +336,6 @@ def _no_sum() -> jax.Array:
     return same(0).astype(jnp.float32)
 
 
-def _order(index: jax.Array, users: int, *, as_it_is: bool) -> tuple[jax.Array, jax.Array | None]:
-    """Puts candidates into user order, unless `as_it_is`; returns users, and the order or None."""
-    if as_it_is or users == 1:
-        return index, None
-    found = counted_order.ordered(None, index, users)
-    return found.user, found.order
-
-
 def segment_sum_kernel(
     values: jax.Array,
     cand_to_user: jax.Array,
@@ -360,7 +352,10 @@ def segment_sum_kernel(
     words of 32 bits to f32 first. `cand_to_user` [B] int32 is clamped to [0, users).
     """
     batch, width = values.shape
-    user, order = _order(cand_to_user, users, as_it_is=is_sorted or config.users > 0)
+    user, order = cand_to_user, None
+    if not is_sorted and not config.users and users > 1:
+        found_order = counted_order.ordered(None, cand_to_user, users)
+        user, order = found_order.user, found_order.order
     result = stored = jnp.dtype(dtype or values.dtype)
     words = vector_words(width, values.dtype.itemsize)
     if not words:

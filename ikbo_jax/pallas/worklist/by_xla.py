@@ -12,14 +12,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ikbo_jax.pallas.hopper import mosaic
 from ikbo_jax.pallas.worklist import counted_order
 from ikbo_jax.pallas.worklist.keys_of_tile import keys_of_tile
 from ikbo_jax.pallas.worklist.lists import (
     KV_LENGTH,
     KV_START,
     STATISTICS_ROW,
-    WORK_WORDS,
     Offsets,
     TileList,
     Work,
@@ -39,22 +37,12 @@ class _Rows(NamedTuple):
     source: jax.Array  # first row that is read
     target: jax.Array  # first row that is written
     length: jax.Array
-    rest: jax.Array  # rows past the bound, which follow
-
-
-def is_preferred() -> bool:
-    """Returns whether kernels are interpreted, which runs lists and sums thread by thread."""
-    return mosaic.is_interpreted()
 
 
 def query_tiles(offsets: Offsets, *, size: int, unit: int = 1) -> TileList:
     """Lists tiles of queries; `tiles.query_tiles` describes the arguments."""
-    q, keys = _queries(offsets), _keys(offsets)
-    words = (keys.source, keys.length)
-    if offsets.q_to_kv is not None:
-        index = jnp.clip(offsets.q_to_kv, 0, keys.source.size - 1)
-        words = (keys.source[index], keys.length[index])
-    gaps = [] if offsets.is_broadcast else _gaps(q, offsets.q_rows, offsets.max_seqlen_q)
+    (q, *gaps), keys = _queries(offsets), _keys_of_queries(offsets)
+    words = keys.source, keys.length
     if offsets.q_to_kv is not None and not offsets.is_broadcast:
         q = _merge_neighbours(q, words)
     columns, _, counts = _cut(
@@ -69,27 +57,17 @@ def masked_tiles(
     """Lists tiles of queries that have a rule, as `masked.masked_tiles` does."""
     rule = offsets.rule
     assert rule is not None
-    q, keys = _queries(offsets), _keys(offsets)
-    if offsets.q_to_kv is not None:
-        index = jnp.clip(offsets.q_to_kv, 0, keys.source.size - 1)
-        keys = _Rows(*(x[index] for x in keys))
+    (q, *gaps), keys = _queries(offsets), _keys_of_queries(offsets)
     numbers = (
         jnp.zeros_like(q.length) if x is None else x
         for x in (offsets.contextual, offsets.num_targets)
     )
-    gaps = [] if offsets.is_broadcast else _gaps(q, offsets.q_rows, offsets.max_seqlen_q)
     words = (keys.source, keys.length, keys.length - q.length, *numbers)
     (*rows, kv_start, kv_length, position, contextual, targets), done, counts = _cut(
         [q, *gaps], words, keys.length, size=size, total=offsets.result_rows
     )
-    found = keys_of_tile(
-        rule,
-        position + done,
-        jnp.maximum(rows[2], 1),
-        Sequence(kv_length, contextual, targets),
-        unit,
-        lambda x: lax.div(x, jnp.full_like(x, unit)),
-    )
+    sequence = Sequence(kv_length, contextual, targets)
+    found = keys_of_tile(rule, position + done, jnp.maximum(rows[2], 1), sequence, unit)
     columns = (*rows, kv_start + found.first, found.count, *found.mask)
     listed = jnp.stack([x + jnp.zeros_like(done) for x in columns], axis=1)
     return by_blocks(TileList(listed, counts), unit, keys_per_group, early_keys(rule))
@@ -118,7 +96,7 @@ def works(offsets: Offsets, settings: WorkSettings) -> Works:
     Under interpretation, XLA orders sequences that share keys; otherwise a launch, if they fit it.
     """
     key_block, parts = settings.key_block, settings.parts
-    q, kv = _queries(offsets), _keys(offsets)
+    (q, *gaps), (kv, *kv_gaps) = _queries(offsets), _keys(offsets)
     number = jnp.arange(offsets.sequences, dtype=jnp.int32)
     batch_kv = kv.source.size
     kv_of = number if offsets.q_to_kv is None else jnp.clip(offsets.q_to_kv, 0, batch_kv - 1)
@@ -127,13 +105,10 @@ def works(offsets: Offsets, settings: WorkSettings) -> Works:
     if settings.has_statistics:
         ends = jnp.cumsum(blocks, dtype=jnp.int32)
         statistics = (ends - blocks) * key_block
-        rows = _blocks(
-            q, ends, most_blocks(offsets.sequences, offsets.result_rows, key_block), key_block
-        )
-    words = (kv_of, kv_of + 1, -(-kv.length // settings.query_block)[kv_of])
-    gaps = [] if offsets.is_broadcast else _gaps(q, offsets.q_rows, offsets.max_seqlen_q)
+        rows = _blocks(offsets, q, ends, key_block)
+    words = (kv_of, kv_of + 1, -(-kv.length // settings.query_block)[kv_of], statistics)
     kv_ranges = _ranges(kv, jnp.zeros_like(kv.source))
-    queries = _work([q, *gaps], words, kv_ranges, offsets.result_rows, statistics=statistics)
+    queries = _work([q, *gaps], words, kv_ranges, offsets.result_rows)
     blocks *= settings.group
     begin = jnp.arange(batch_kv * parts, dtype=jnp.int32)
     end = begin + 1
@@ -147,41 +122,48 @@ def works(offsets: Offsets, settings: WorkSettings) -> Works:
         sums = jnp.concatenate([jnp.zeros_like(sums, shape=1), sums])
         blocks = sums[end] - sums[begin]
     segments = [
-        _Rows(x.source + part * offsets.kv_rows, x.target + part * offsets.kv_rows, *x[2:])
-        for x in (kv, *_gaps(kv, offsets.kv_rows, offsets.max_seqlen_kv))
+        _Rows(x.source + part * offsets.kv_rows, x.target + part * offsets.kv_rows, x.length)
+        for x in (kv, *kv_gaps)
         for part in range(parts)
     ]
-    total = offsets.kv_rows * parts
-    keys = _work(segments, (begin, end, blocks), _ranges(q, statistics), total)
+    words = (begin, end, blocks, jnp.zeros_like(begin))
+    keys = _work(segments, words, _ranges(q, statistics), offsets.kv_rows * parts)
     return Works(queries, keys, rows)
 
 
-def _queries(offsets: Offsets) -> _Rows:
+def _queries(offsets: Offsets) -> list[_Rows]:
     if offsets.cu_seqlens_q is not None:
-        return _sequences(offsets.cu_seqlens_q, offsets.q_rows, offsets.max_seqlen_q)
+        return _segments(offsets.cu_seqlens_q, offsets.q_rows, offsets.max_seqlen_q)
     number = jnp.arange(offsets.sequences, dtype=jnp.int32)
-    zero, length = jnp.zeros_like(number), jnp.full_like(number, offsets.q_rows)
-    return _Rows(zero, number * offsets.q_rows, length, zero)
+    length = jnp.full_like(number, offsets.q_rows)
+    return [_Rows(jnp.zeros_like(number), number * offsets.q_rows, length)]
 
 
-def _keys(offsets: Offsets) -> _Rows:
-    return _sequences(offsets.cu_seqlens_kv, offsets.kv_rows, offsets.max_seqlen_kv)
+def _keys(offsets: Offsets) -> list[_Rows]:
+    return _segments(offsets.cu_seqlens_kv, offsets.kv_rows, offsets.max_seqlen_kv)
 
 
-def _sequences(cu_seqlens: jax.Array, total: int, longest: int | None) -> _Rows:
+def _keys_of_queries(offsets: Offsets) -> _Rows:
+    """Finds the keys of each sequence of queries."""
+    keys = _keys(offsets)[0]
+    if offsets.q_to_kv is None:
+        return keys
+    index = jnp.clip(offsets.q_to_kv, 0, keys.source.size - 1)
+    return _Rows(*(x[index] for x in keys))
+
+
+def _segments(cu_seqlens: jax.Array, total: int, longest: int | None) -> list[_Rows]:
+    """Finds rows of sequences; and of none: before the first, after the last, and past a bound."""
     start, whole = jagged.bounds(cu_seqlens, total, None)
     length = whole if longest is None else jnp.minimum(whole, longest)
-    return _Rows(start, start, length, whole - length)
-
-
-def _gaps(rows: _Rows, total: int, longest: int | None) -> list[_Rows]:
-    """Finds rows of no sequence: before the first sequence, after the last, and past a bound."""
-    zero = jnp.zeros_like(rows.source, shape=1)
-    past = rows.source + rows.length
-    begin = jnp.concatenate([zero, (past + rows.rest)[-1:]])
-    length = jnp.concatenate([rows.source[:1], zero + total]) - begin
-    found = [_Rows(begin, begin, length, length)]
-    return found if longest is None else [*found, _Rows(past, past, rows.rest, rows.rest)]
+    zero = jnp.zeros_like(start, shape=1)
+    begin = jnp.concatenate([zero, (start + whole)[-1:]])
+    found = [
+        _Rows(start, start, length),
+        _Rows(begin, begin, jnp.concatenate([start[:1], zero + total]) - begin),
+    ]
+    past = start + length
+    return found if longest is None else [*found, _Rows(past, past, whole - length)]
 
 
 def _merge_neighbours(rows: _Rows, keys: tuple[jax.Array, ...]) -> _Rows:
@@ -207,7 +189,7 @@ def _cut(
     `words`; the tiles' first rows in their segments; and the counts of tiles with a cost and of all
     tiles.
     """
-    source, target, length, _ = map(jnp.concatenate, zip(*segments, strict=True))
+    source, target, length = map(jnp.concatenate, zip(*segments, strict=True))
     cost, *columns = (jnp.pad(x, (0, length.size - x.size)) for x in (cost, *words))
     tiles = -(-length // size)
     counts = jnp.stack([jnp.where(cost > 0, tiles, 0), tiles]).sum(axis=1, dtype=jnp.int32)
@@ -223,29 +205,21 @@ def _cut(
 
 
 def _work(
-    segments: list[_Rows],
-    words: tuple[jax.Array, ...],
-    ranges: jax.Array,
-    total: int,
-    *,
-    statistics: jax.Array | None = None,
+    segments: list[_Rows], words: tuple[jax.Array, ...], ranges: jax.Array, total: int
 ) -> Work:
-    """Lists tiles of one kernel; the last of `words` is their blocks."""
-    statistics = jnp.zeros_like(words[0]) if statistics is None else statistics
-    columns, start, counts = _cut(
-        segments, (*words, statistics), words[-1], size=TILE_ROWS, total=total
-    )
+    """Lists tiles of one kernel; `words`: begin, end and blocks of ranges, first statistics."""
+    columns, start, counts = _cut(segments, words, words[2], size=TILE_ROWS, total=total)
     columns[STATISTICS_ROW] += start
-    padding = [jnp.zeros_like(start)] * (WORK_WORDS - len(columns))
-    return Work(jnp.stack([*columns, *padding], axis=1), counts, ranges)
+    return Work(jnp.stack([*columns, jnp.zeros_like(start)], axis=1), counts, ranges)
 
 
 def _ranges(rows: _Rows, statistics: jax.Array) -> jax.Array:
     return jnp.stack((rows.source, rows.target, rows.length, statistics), axis=1)
 
 
-def _blocks(q: _Rows, ends: jax.Array, count: int, size: int) -> jax.Array:
-    """Lists `Works.blocks`, at most `count`; `ends` are running sums of the sequences' blocks."""
+def _blocks(offsets: Offsets, q: _Rows, ends: jax.Array, size: int) -> jax.Array:
+    """Lists `Works.blocks`; `ends` are running sums of the sequences' blocks."""
+    count = most_blocks(offsets.sequences, offsets.result_rows, size)
     number = jnp.arange(count, dtype=jnp.int32)
     sequence = jnp.minimum(jagged.search_right(ends, number), ends.size - 1)
     before = ends - -(-q.length // size)

@@ -30,15 +30,6 @@ class Found(NamedTuple):
     has_rest: Any  # whether a sequence is longer than its bound
 
 
-class Gap(NamedTuple):
-    """Rows of no sequence, scalars: the CTA takes the tiles `first`, `first` + `step`, ..."""
-
-    start: Any
-    rows: Any
-    first: Any
-    step: Any
-
-
 def _tiles_of_each(ctx: SegmentContext) -> int | None:
     """Returns how many tiles every sequence has, or None if the numbers differ."""
     if ctx.shared.ends is not None:
@@ -52,8 +43,7 @@ def find(ctx: SegmentContext) -> Found:
     load(ctx)
     longest = rise(ctx)
     threads.commit()
-    no = jnp.bool_(False)
-    has_gaps = has_rest = no
+    has_gaps = has_rest = jnp.bool_(False)
     if not shape.is_broadcast:
         if shape.max_seqlen_q is not None:
             most = threads.largest(longest[1], shared.parts, _LONGEST)
@@ -114,42 +104,37 @@ def tile(ctx: SegmentContext, number: Any) -> tuple[Any, Any, Any, Any, Any]:
     return start + done, start + done, count, kv_start, jnp.where(count > 0, kv_length, 0)
 
 
-def _gap(ctx: SegmentContext, workers: int, number: Any) -> Gap:
-    """Describes a gap: 0 lies before the first sequence, 1 after the last sequence.
-
-    Further gaps are rows past a sequence's bound, and belong to one CTA each.
-    """
-    shape, offsets = ctx.shape, ctx.shared.q_offsets
-    is_shared, last = number < 2, offsets[shape.sequences + 1]
-    start = jnp.where(number == 0, 0, last)
-    end = jnp.where(number == 0, offsets[1], shape.q_rows)
-    if shape.max_seqlen_q is not None:
-        sequence = jnp.clip(ctx.worker + (number - 2) * workers, 0, shape.sequences - 1)
-        rest_end = offsets[sequence + 2]
-        rest = jnp.minimum(offsets[sequence + 1] + shape.max_seqlen_q, rest_end)
-        start, end = jnp.where(is_shared, start, rest), jnp.where(is_shared, end, rest_end)
-    first, step = jnp.where(is_shared, ctx.worker, 0), jnp.where(is_shared, workers, 1)
-    return Gap(start, end - start, first, step)
-
-
 def for_each_gap(
     ctx: SegmentContext, found: Found, workers: int, heads: int, store: Callable[..., None]
 ) -> None:
-    """Calls `store` with (first row, rows, head) of this CTA's tiles of rows of no sequence."""
-    shape = ctx.shape
+    """Calls `store` with (first row, rows, head) of this CTA's tiles of rows of no sequence.
+
+    Gap 0 lies before the first sequence, 1 after the last sequence. Further gaps are rows past a
+    sequence's bound, and belong to one CTA each.
+    """
+    shape, offsets = ctx.shape, ctx.shared.q_offsets
     if shape.is_broadcast:
         return
     rests = lax.div(shape.sequences - ctx.worker + (workers - 1), workers)
     count = jnp.where(found.has_gaps, 2 + jnp.where(found.has_rest, rests, 0), 0)
 
     @pl.loop(0, count)
-    def _(i: Any) -> None:
-        gap = _gap(ctx, workers, i)
-        tiles = lax.div(gap.rows + (shape.size - 1), shape.size) * heads
+    def _(gap: Any) -> None:
+        is_shared, last = gap < 2, offsets[shape.sequences + 1]
+        start = jnp.where(gap == 0, 0, last)
+        end = jnp.where(gap == 0, offsets[1], shape.q_rows)
+        if shape.max_seqlen_q is not None:
+            sequence = jnp.clip(ctx.worker + (gap - 2) * workers, 0, shape.sequences - 1)
+            rest_end = offsets[sequence + 2]
+            rest = jnp.minimum(offsets[sequence + 1] + shape.max_seqlen_q, rest_end)
+            start, end = jnp.where(is_shared, start, rest), jnp.where(is_shared, end, rest_end)
+        first, step = jnp.where(is_shared, ctx.worker, 0), jnp.where(is_shared, workers, 1)
+        rows = end - start
+        tiles = lax.div(rows + (shape.size - 1), shape.size) * heads
 
-        @pl.loop(0, lax.div(jnp.maximum(tiles - gap.first, 0) + (gap.step - 1), gap.step))
-        def _(j: Any) -> None:
-            number = gap.first + j * gap.step
+        @pl.loop(0, lax.div(jnp.maximum(tiles - first, 0) + (step - 1), step))
+        def _(i: Any) -> None:
+            number = first + i * step
             done = lax.div(number, heads) * shape.size
-            count = jnp.minimum(gap.rows - done, shape.size)
-            store(gap.start + done, count, lax.rem(number, heads))
+            count = jnp.minimum(rows - done, shape.size)
+            store(start + done, count, lax.rem(number, heads))

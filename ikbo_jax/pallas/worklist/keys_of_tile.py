@@ -3,9 +3,11 @@
 The functions take numbers of tiles, arrays or scalars, inside of a kernel and in XLA.
 """
 
+import functools
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
+from jax import lax
 
 from ikbo_jax.pallas.worklist.lists import has_long_tiles
 from ikbo_jax.problems.hopper import NUM_CONSUMERS, WGMMA_M
@@ -52,23 +54,21 @@ def _bounds(rule: Rule, sequence: Sequence, first: Any, last: Any) -> Bounds:
     if rule.has_targets and not rule.causal:
         low.append(at(first_target))
         high.append(at(first_target - 1))
-    least = high_end = None
-    for x in low:
-        least = x.end if least is None else jnp.minimum(least, x.end)
-    for x in high:
-        high_end = x.end if high_end is None else jnp.maximum(high_end, x.end)
+    least = functools.reduce(jnp.minimum, (x.end for x in low))
+    most = functools.reduce(jnp.maximum, (x.end for x in high))
     begin = jnp.minimum(ends[0].begin, ends[1].begin)
-    return Bounds(begin, high_end, windowed.begin, least, ends[1].gap_begin, ends[1].gap_end)
+    return Bounds(begin, most, windowed.begin, least, ends[1].gap_begin, ends[1].gap_end)
 
 
-def keys_of_tile(
-    rule: Rule, position: Any, rows: Any, sequence: Sequence, unit: int, divide: Any
-) -> Keys:
+def keys_of_tile(rule: Rule, position: Any, rows: Any, sequence: Sequence, unit: int) -> Keys:
     """Finds the keys of a tile of `rows` rows, at least 1, and its mask.
 
-    `position` is the first row's in its sequence; `divide` divides by `unit`, the keys of a block,
-    rounding down.
+    `position` is the first row's in its sequence, `unit` the keys of a block.
     """
+
+    def divide(keys: Any) -> Any:
+        return lax.div(keys, jnp.full_like(keys, unit))
+
     given, sequence = sequence, sequence.clamped(rule)
     last_row = position + rows - 1
     # Rows before the first key see nothing.

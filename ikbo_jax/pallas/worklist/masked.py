@@ -11,23 +11,15 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
-from ikbo_jax.pallas.hopper import mosaic
 from ikbo_jax.pallas.hopper.per_thread import cdiv, same, select
 from ikbo_jax.pallas.worklist import by_xla
 from ikbo_jax.pallas.worklist.keys_of_tile import keys_of_tile
 from ikbo_jax.pallas.worklist.lists import TILE_WORDS, Offsets, TileList, early_keys, mask_words
 from ikbo_jax.pallas.worklist.scan import running_sums
 from ikbo_jax.pallas.worklist.search import count_at_most
-from ikbo_jax.pallas.worklist.segments import SegmentContext, Shape, load, running_maxima, segment
-from ikbo_jax.pallas.worklist.tiles import (
-    WARPGROUPS,
-    launch_list,
-    list_tiles,
-    own_segments,
-    shared_words,
-)
+from ikbo_jax.pallas.worklist.segments import SegmentContext, Shape, load, running_maxima
+from ikbo_jax.pallas.worklist.tiles import launch_list, list_tiles
 from ikbo_jax.problems import memory
 from ikbo_jax.problems.attention_tile_cost import MOST_LISTED_WORDS
 from ikbo_jax.reference.hstu import Rule, Sequence
@@ -83,7 +75,8 @@ class MaskedContext(SegmentContext):
 
     @property
     def of_sequences(self) -> SegmentContext:
-        return self.replace(shape=self.shape.of_sequences)
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return SegmentContext(**(fields | {"shape": self.shape.of_sequences}))
 
     def segment(self, index: jax.Array) -> Any:
         """Describes the tiles with these numbers; tiles past the last one are empty."""
@@ -96,7 +89,7 @@ class MaskedContext(SegmentContext):
         segments = shape.of_sequences.segments
         is_rest = number >= segments
         number = jnp.where(is_rest, number - segments, number)
-        found = segment(self.of_sequences, number)
+        found = self.of_sequences.segment(number)
         start = jnp.where(is_rest, found.rest_start, found.start)
         length = jnp.where(is_rest, found.rest, found.length)
         kv_length = select(is_rest, 0, found.kv_length)
@@ -106,14 +99,8 @@ class MaskedContext(SegmentContext):
             0 if ref is None else read(ref, place) for ref in (shared.contextual, shared.targets)
         ]
         position = kv_length - found.length + done
-        keys = keys_of_tile(
-            shape.rule,
-            position,
-            jnp.maximum(rows, 1),
-            Sequence(kv_length, *numbers),
-            shape.unit,
-            lambda x: lax.div(x, same(shape.unit)),
-        )
+        sequence = Sequence(kv_length, *numbers)
+        keys = keys_of_tile(shape.rule, position, jnp.maximum(rows, 1), sequence, shape.unit)
         return Tile(
             start + done,
             rows,
@@ -140,7 +127,7 @@ def list_masked_tiles(ctx: MaskedContext) -> None:
         counts = []
         for x in places:
             is_rest = (x >= segments) & (x < shape.parts)
-            found = segment(base, jnp.where(is_rest, x - segments, x))
+            found = base.segment(jnp.where(is_rest, x - segments, x))
             rows = jnp.where(is_rest, found.rest, jnp.where(x < segments, found.length, 0))
             counts.append((cdiv(rows, shape.size),))
         return counts
@@ -156,15 +143,10 @@ def list_masked_tiles(ctx: MaskedContext) -> None:
         mask = (same(0) + x for x in found.mask)
         return found.source, found.start, found.length, found.kv_start, found.kv_length, *mask
 
-    list_tiles(ctx, ctx.outputs, longest, words, 0)
+    list_tiles(ctx, ctx.outputs, longest, words)
 
 
 # Host side
-
-
-def _ends(parts: int) -> int:
-    """Returns how many numbers of tiles few segments have: a power of 2, less 1, to search in."""
-    return min((1 << parts.bit_length()) - 1, max(parts, MOST_PADDED))
 
 
 def masked_tiles(
@@ -177,23 +159,26 @@ def masked_tiles(
     """
     operands = offsets.arrays
     assert offsets.rule is not None
-    warpgroups = 1 if mosaic.is_interpreted() else WARPGROUPS
     kinds = {"is_merged": False, "rule": offsets.rule, "keys_per_group": keys_per_group}
-    kinds["early_keys"] = early_keys(offsets.rule)
-    plain = dataclasses.asdict(Shape.of(offsets, size, unit, warpgroups=warpgroups))
-    shape = MaskedShape(**(plain | kinds))
+    shape = MaskedShape.of(offsets, size, unit, early_keys=early_keys(offsets.rule), **kinds)
     if sum(x.shape[0] for x in operands if x is not None) + shape.parts > MOST_LISTED_WORDS:
         return by_xla.masked_tiles(offsets, size=size, unit=unit, keys_per_group=keys_per_group)
-    own = own_segments((shape,))
-    shared = shared_words((shape,), operands, own, 9)._replace(
-        q_offsets=None if shape.is_broadcast else memory.Words((shape.sequences + 3,)),
-        kv_numbers=None if operands.q_to_kv is None else memory.Words((shape.sequences + 2,)),
-        tile_ends=memory.Words((_ends(shape.parts),)),
-        **{
-            name: None if x is None else memory.Words((shape.sequences,))
-            for name, x in (("targets", operands.num_targets), ("contextual", operands.contextual))
-        },
+    # Few segments have a power of 2, less 1, of numbers of tiles, to search in.
+    ends = min((1 << shape.parts.bit_length()) - 1, max(shape.parts, MOST_PADDED))
+
+    def words(count: int, *, is_wanted: bool = True) -> Any:
+        return memory.Words((count,)) if is_wanted else None
+
+    return launch_list(
+        list_masked_tiles,
+        shape,
+        operands,
+        TILE_WORDS + mask_words(offsets.rule),
+        "ikbo_masked_tile_list",
+        MaskedContext,
+        q_offsets=words(shape.sequences + 3, is_wanted=not shape.is_broadcast),
+        kv_numbers=words(shape.sequences + 2, is_wanted=operands.q_to_kv is not None),
+        tile_ends=words(ends),
+        targets=words(shape.sequences, is_wanted=operands.num_targets is not None),
+        contextual=words(shape.sequences, is_wanted=operands.contextual is not None),
     )
-    words = TILE_WORDS + mask_words(offsets.rule)
-    options = words, own, "ikbo_masked_tile_list", MaskedContext
-    return launch_list(list_masked_tiles, shape, operands, shared, *options)

@@ -42,6 +42,8 @@ TILE_WORDS = 5
 MOST_CANDIDATES, MOST_USERS = 16384, 4096
 #: Most CTAs of a launch. Each numbers all rows, and describes some users and tiles.
 MOST_WORKERS = 64
+#: A CTA has one warpgroup.
+THREADS = Threads(1, 0)
 #: Added to statistics where the promised order is wrong: the bits of an f32 NaN.
 NAN_BITS = 0x7FC00000
 
@@ -83,6 +85,14 @@ class Sizes:
         """Largest number of tiles of any index."""
         assert self.tile_rows is not None
         return self.rows // self.tile_rows + min(self.users, self.rows)
+
+    @property
+    def workers(self) -> int:
+        """Number of CTAs of the launch: one for each 128 users, parts or tiles."""
+        most = self.users * self.splits
+        if self.tile_rows is not None:
+            most = max(most, self.most_tiles + 1)
+        return min(pl.cdiv(most, WARPGROUP_SIZE), MOST_WORKERS)
 
     @property
     def users_each(self) -> int:
@@ -149,12 +159,11 @@ class Numbering(NamedTuple):
     outputs: Any
     worker: Any
     workers: int
-    threads: Threads
 
     def users(self, candidates: list[jax.Array]) -> list[jax.Array]:
         """Loads the users of candidates."""
         # All loads before the first use of one: each takes 300 ns.
-        found = [self.threads.read(self.operands.index, x, "global") for x in candidates]
+        found = [THREADS.read(self.operands.index, x, "global") for x in candidates]
         return [jnp.clip(x, 0, self.sizes.users - 1) for x in found]
 
 
@@ -162,12 +171,12 @@ def number(ctx: Numbering) -> None:
     """Does steps 1 to 3 for all users."""
     shared, thread = ctx.shared, per_thread.number()
     everyone = thread >= 0
-    ctx.threads.keep(shared.poison, thread, per_thread.same(0), thread == 0)
+    THREADS.keep(shared.poison, thread, per_thread.same(0), thread == 0)
 
     @pl.loop(0, ctx.sizes.users_each)
     def _(turn: Any) -> None:
         index = turn * WARPGROUP_SIZE + thread
-        ctx.threads.keep(shared.candidates, index, per_thread.same(0), everyone)
+        THREADS.keep(shared.candidates, index, per_thread.same(0), everyone)
 
     plgpu.commit_smem()
     _count(ctx)
@@ -179,8 +188,7 @@ def number(ctx: Numbering) -> None:
 def _count(ctx: Numbering) -> None:
     """Counts each user's candidates, and finds whether the promised order is wrong."""
     sizes, shared, last = ctx.sizes, ctx.shared, ctx.sizes.batch - 1
-    threads = ctx.threads
-    rounds, numbers = threads.rounds(sizes.batch + 1)
+    rounds, numbers = THREADS.rounds(sizes.batch + 1)
 
     @pl.loop(0, rounds)
     def _(turn: Any) -> None:
@@ -191,40 +199,37 @@ def _count(ctx: Numbering) -> None:
             is_other = (before != user) | is_first | is_end
             ends = is_other & ~is_first & (place <= sizes.batch)
             begins = is_other & (place < sizes.batch)
-            threads.add(shared.candidates, before, place, ends)
-            threads.add(shared.candidates, user, -place, begins)
+            THREADS.add(shared.candidates, before, place, ends)
+            THREADS.add(shared.candidates, user, -place, begins)
             if sizes.is_sorted:
                 is_wrong = ends & begins & (user < before)
                 nan, zero = per_thread.same(NAN_BITS), per_thread.same(0)
-                ctx.threads.keep(shared.poison, zero, nan, is_wrong)
-
-
-def _numbers(sizes: Sizes, candidates: jax.Array) -> tuple[jax.Array, ...]:
-    """Computes rows, rows of whole blocks, and tiles, of users with these numbers of candidates."""
-    rows = candidates * sizes.per_candidate
-    found = [rows, cdiv(rows, sizes.block_q) * sizes.block_q]
-    if sizes.tile_rows is not None:
-        found.append(cdiv(rows, sizes.tile_rows))
-    return tuple(found)
+                THREADS.keep(shared.poison, zero, nan, is_wrong)
 
 
 def _add_up(ctx: Numbering) -> None:
     """Stores the first row, the first target and the end of the tiles of each user."""
-    sizes, shared, threads = ctx.sizes, ctx.shared, ctx.threads
-    kinds = 2 + (sizes.tile_rows is not None)
+    sizes, shared = ctx.sizes, ctx.shared
+
+    def numbers(user: jax.Array) -> tuple[jax.Array, ...]:
+        rows = THREADS.read(shared.candidates, user) * sizes.per_candidate
+        found = [rows, cdiv(rows, sizes.block_q) * sizes.block_q]
+        if sizes.tile_rows is not None:
+            found.append(cdiv(rows, sizes.tile_rows))
+        return tuple(found)
 
     def read(users: list[jax.Array]) -> list[tuple[jax.Array, ...]]:
-        return [_numbers(sizes, threads.read(shared.candidates, x)) for x in users]
+        return [numbers(x) for x in users]
 
     def store(user: jax.Array, before: Any, numbers: Any) -> None:
         kept = [(shared.first_rows, before[0]), (shared.first_targets, before[1])]
         if shared.ends is not None:
             kept.append((shared.ends, before[2] + numbers[2]))
         for ref, x in kept:
-            threads.keep(ref, user, x, user >= 0)
+            THREADS.keep(ref, user, x, user >= 0)
 
-    each = sizes.users_each
-    running_sums(threads, sizes.users, read, store, shared.sums, kinds=kinds, parts=(each, 1, each))
+    kinds, each = 2 + (sizes.tile_rows is not None), sizes.users_each
+    running_sums(THREADS, sizes.users, read, store, shared.sums, kinds=kinds, parts=(each, 1, each))
 
 
 def describe(ctx: Numbering) -> None:
@@ -238,9 +243,8 @@ def describe(ctx: Numbering) -> None:
         _for_all(ctx, sizes.most_tiles + 1, _describe_tile)
     if outputs.poison is not None:
         is_wanted = (thread == 0) & (zero + ctx.worker == 0)
-        ctx.threads.write(
-            outputs.poison, zero, ctx.threads.read(ctx.shared.poison, zero), is_wanted
-        )
+        poison = THREADS.read(ctx.shared.poison, zero)
+        THREADS.write(outputs.poison, zero, poison, is_wanted)
 
 
 def _for_all(ctx: Numbering, count: int, body: Any) -> None:
@@ -266,11 +270,11 @@ def _user(ctx: Numbering, user: jax.Array) -> _User:
     sizes, shared = ctx.sizes, ctx.shared
     keys = per_thread.same(sizes.kv_len)
     if ctx.operands.lengths is not None:
-        keys = jnp.clip(ctx.threads.read(ctx.operands.lengths, user, "global"), 0, sizes.kv_len)
+        keys = jnp.clip(THREADS.read(ctx.operands.lengths, user, "global"), 0, sizes.kv_len)
     return _User(
-        ctx.threads.read(shared.first_rows, user),
-        ctx.threads.read(shared.candidates, user) * sizes.per_candidate,
-        ctx.threads.read(shared.first_targets, user),
+        THREADS.read(shared.first_rows, user),
+        THREADS.read(shared.candidates, user) * sizes.per_candidate,
+        THREADS.read(shared.first_targets, user),
         keys,
     )
 
@@ -279,7 +283,7 @@ def _write_words(
     ctx: Numbering, ref: Any, index: jax.Array, words: tuple[jax.Array, ...], is_wanted: jax.Array
 ) -> None:
     for i, word in enumerate(words):
-        ctx.threads.write(ref, index * len(words) + i, word, is_wanted)
+        THREADS.write(ref, index * len(words) + i, word, is_wanted)
 
 
 def _describe_user(ctx: Numbering, index: jax.Array, is_wanted: jax.Array) -> None:
@@ -306,14 +310,14 @@ def _describe_part(ctx: Numbering, index: jax.Array, is_wanted: jax.Array) -> No
 
 def _describe_tile(ctx: Numbering, index: jax.Array, is_wanted: jax.Array) -> None:
     """Describes a tile; the entry after the last possible tile begins with the number of tiles."""
-    sizes, ends, read = ctx.sizes, ctx.shared.ends, ctx.threads.read
+    sizes, ends, read = ctx.sizes, ctx.shared.ends, THREADS.read
     size: Any = sizes.tile_rows
     # Users whose tiles all come before this one.
     user = count_at_most(lambda x: read(ends, x), sizes.users, index, per_thread.same(0))
     user = jnp.minimum(user, sizes.users - 1)
     found = _user(ctx, user)
-    start = (index - (ctx.threads.read(ends, user) - cdiv(found.rows, size))) * size
-    total = ctx.threads.read(ends, per_thread.same(sizes.users - 1))
+    start = (index - (THREADS.read(ends, user) - cdiv(found.rows, size))) * size
+    total = THREADS.read(ends, per_thread.same(sizes.users - 1))
     words = (
         jnp.where(index < sizes.most_tiles, found.first_row + start, total),
         jnp.clip(found.rows - start, 0, size),
@@ -327,10 +331,8 @@ def _describe_tile(ctx: Numbering, index: jax.Array, is_wanted: jax.Array) -> No
 
 def _number_and_describe(ctx: WarpgroupContext) -> None:
     """Numbers all rows, and describes the CTA's share, on the CTA's warpgroup."""
-    workers, threads = _workers(ctx.shape, ctx.outputs), Threads(1, 0)
-    numbering = Numbering(
-        ctx.shape, ctx.shared, ctx.operands, ctx.outputs, ctx.worker, workers, threads
-    )
+    arrays = ctx.shared, ctx.operands, ctx.outputs
+    numbering = Numbering(ctx.shape, *arrays, ctx.worker, ctx.shape.workers)
     number(numbering)
     describe(numbering)
 
@@ -343,23 +345,14 @@ def fits(sizes: Sizes) -> bool:
     return sizes.batch <= MOST_CANDIDATES and sizes.users <= MOST_USERS
 
 
-def _workers(sizes: Sizes, outputs: Outputs) -> int:
-    """Returns how many CTAs there are: one for each 128 users, parts or tiles."""
-    most = sizes.users * sizes.splits
-    if outputs.tiles is not None:
-        most = max(most, sizes.most_tiles + 1)
-    return min(pl.cdiv(most, WARPGROUP_SIZE), MOST_WORKERS)
-
-
 def numbering_kernel(operands: Operands, sizes: Sizes) -> Outputs:
     """Numbers rows and describes users; returns the arrays that `sizes` asks for."""
-    declared = outputs(sizes)
     return launch_threads(
         _number_and_describe,
         sizes,
         operands,
-        declared,
+        outputs(sizes),
         shared(sizes),
         name="ikbo_attention_backward_rows",
-        workers=_workers(sizes, declared),
+        workers=sizes.workers,
     )

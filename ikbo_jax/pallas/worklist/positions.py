@@ -62,22 +62,6 @@ class Bins(NamedTuple):
         return self.last - ((rank + ((1 << self.shift) - 1)) >> self.shift)
 
 
-class Totals(NamedTuple):
-    """Numbers of tiles: scalars, or the same in each thread."""
-
-    keyed: Any  # tiles with keys
-    first_parts: Any  # tiles of all first parts
-    rest_before: Any  # tiles of second parts of CTAs before
-    rest: Any  # tiles of all second parts
-
-
-def own_segments(ctx: SegmentContext) -> tuple[jax.Array, jax.Array, int]:
-    """Returns (a thread's segment in its CTA, the thread's part of the work on it, all parts)."""
-    own, thread = ctx.shared.own_bins.shape[0], ctx.threads.number()
-    part, number = divided(thread, own)
-    return number, part, ctx.threads.count // own
-
-
 def _bins(shape: Shape, longest: jax.Array) -> Bins:
     """Chooses bins for segments of at most `longest` blocks."""
     bins, shift, highest = most_bins(shape), None, longest
@@ -110,11 +94,6 @@ def _bin_of(shape: Shape, bins: Bins, found: Segment) -> jax.Array:
     return bins.of(rank)
 
 
-def tiles_of(shape: Shape, rows: jax.Array) -> jax.Array:
-    """Counts the tiles of numbers of rows."""
-    return cdiv(rows, shape.size)
-
-
 def _add(ctx: SegmentContext, bins: Bins) -> tuple[jax.Array, jax.Array]:
     """Adds each segment's tiles to its bin; stores bin and tiles of the CTA's own segments.
 
@@ -128,13 +107,13 @@ def _add(ctx: SegmentContext, bins: Bins) -> tuple[jax.Array, jax.Array]:
 
     def turn(i: Any, rest: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         for x, found in [(x, ctx.segment(x)) for x in numbers(i)]:
-            tiles, bin_ = tiles_of(shape, found.length), _bin_of(shape, bins, found)
+            tiles, bin_ = cdiv(found.length, shape.size), _bin_of(shape, bins, found)
             place, is_before, number = bin_ * bins.copies + lane, x < begin, x - begin
             threads.add(shared.bins, place, tiles, tiles > 0)
             threads.add(shared.bins_before, place, tiles, is_before & (tiles > 0))
             stored = [(shared.own_bins, bin_), (shared.own_tiles, tiles)]
             if shape.has_rest:
-                rests = tiles_of(shape, found.rest)
+                rests = cdiv(found.rest, shape.size)
                 stored.append((shared.rest_ends, rests))
                 rest = rest[0] + jnp.where(is_before, rests, 0), rest[1] + rests
             for ref, value in stored:
@@ -155,10 +134,11 @@ def _bin_before(ctx: SegmentContext, bins: Bins, bin_: jax.Array, part: Any, par
     return value
 
 
-def _own_before(ctx: SegmentContext, number: jax.Array, bin_: jax.Array, part: Any) -> jax.Array:
+def _own_before(
+    ctx: SegmentContext, number: jax.Array, bin_: jax.Array, part: Any, parts: int
+) -> jax.Array:
     """Counts the tiles of the same bin in some preceding segments of the CTA."""
     shared, read = ctx.shared, ctx.threads.read
-    _, _, parts = own_segments(ctx)
     each = shared.own_bins.shape[0] // parts
     unroll = min(each, 8)
 
@@ -175,53 +155,42 @@ def _own_before(ctx: SegmentContext, number: jax.Array, bin_: jax.Array, part: A
     return lax.fori_loop(0, each // unroll, turn, same(0))
 
 
-def position_tiles(ctx: SegmentContext, longest: jax.Array) -> Totals:
-    """Fills `own_firsts`, `own_ends` and `rest_ends` of shared memory; synchronises the threads."""
+def position_tiles(ctx: SegmentContext, longest: jax.Array) -> tuple[Any, Any, Any, Any]:
+    """Fills `own_firsts`, `own_ends` and `rest_ends` of shared memory; synchronises the threads.
+
+    Returns how many tiles have keys, and are of first parts, of second parts of CTAs before, and of
+    all second parts: scalars.
+    """
     shape, shared, threads = ctx.shape, ctx.shared, ctx.threads
-    number, part, parts = own_segments(ctx)
     own = shared.own_bins.shape[0]
+    # Several threads share the work on a segment.
+    (part, number), parts = divided(threads.number(), own), threads.count // own
     is_first = threads.number() < own
     bins = _bins(shape, longest)
     rest = _add(ctx, bins)
     threads.commit()
     bin_, tiles = (threads.read(x, number) for x in (shared.own_bins, shared.own_tiles))
-    before = _bin_before(ctx, bins, bin_, part, parts) + _own_before(ctx, number, bin_, part)
+    before = _bin_before(ctx, bins, bin_, part, parts) + _own_before(ctx, number, bin_, part, parts)
     threads.add(shared.own_firsts, number, before, before > 0)
     values = [jnp.where(is_first, tiles, 0)]
     if shape.has_rest:
         values.append(jnp.where(is_first, threads.read(shared.rest_ends, number), 0))
-    at = 4 * ctx.threads.warps
-    sums = sum_up(
-        ctx.threads,
-        ctx.shared.bins,
-        words(ctx.shape) + 1,
-        None,
-        ctx.shared.parts,
-        at,
-        others=values,
-    )
+    count, at = words(shape) + 1, 4 * threads.warps
+    sums = sum_up(threads, shared.bins, count, None, shared.parts, at, others=values)
     ends = [shared.own_ends, shared.rest_ends]
     for ref, x, value in zip(ends, sums, values, strict=False):
         threads.keep(ref, number, x + value, is_first)
     threads.commit()
     first = threads.read(shared.bins, bin_ * bins.copies)
     threads.add(shared.own_firsts, number, first, is_first)
-    return _totals(ctx, bins, rest)
-
-
-def _totals(ctx: SegmentContext, bins: Bins, rest: tuple[jax.Array, jax.Array]) -> Totals:
-    """Adds up all CTAs' tiles; synchronises the threads."""
-    threads, shared = ctx.threads, ctx.shared
-    keyed = shared.bins[bins.last * bins.copies]
-    every = shared.bins[words(ctx.shape)]
-    if not ctx.shape.has_rest:
+    keyed, every = shared.bins[bins.last * bins.copies], shared.bins[words(shape)]
+    if not shape.has_rest:
         threads.commit()
-        return Totals(keyed, every, jnp.int32(0), jnp.int32(0))
+        return keyed, every, jnp.int32(0), jnp.int32(0)
     before, rests = (
-        threads.total(x, shared.parts, at * threads.warps)
-        for x, at in zip(rest, (7, 8), strict=True)
+        threads.total(x, shared.parts, (7 + i) * threads.warps) for i, x in enumerate(rest)
     )
-    return Totals(keyed, every, before, rests)
+    return keyed, every, before, rests
 
 
 def bin_words(shape: Shape) -> int:

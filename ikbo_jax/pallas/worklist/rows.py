@@ -65,10 +65,9 @@ def make_rows(cand_to_user: jax.Array, lengths: jax.Array | None, sizes: Sizes) 
     """
     if not numbering.fits(sizes):
         return by_xla(cand_to_user, lengths, sizes)
-    placed = _order(cand_to_user, sizes)
-    operands = numbering.Operands(cand_to_user, lengths)
-    found = numbering.numbering_kernel(operands, sizes)
-    return described(cand_to_user, *placed, found)
+    order, position = _order(cand_to_user, sizes)
+    found = numbering.numbering_kernel(numbering.Operands(cand_to_user, lengths), sizes)
+    return described(cand_to_user, found._replace(order=order, position=position))
 
 
 def _order(index: jax.Array, sizes: Sizes) -> tuple[jax.Array | None, jax.Array | None]:
@@ -79,14 +78,12 @@ def _order(index: jax.Array, sizes: Sizes) -> tuple[jax.Array | None, jax.Array 
     return found.order, found.position
 
 
-def described(
-    index: jax.Array, order: jax.Array | None, position: jax.Array | None, found: numbering.Outputs
-) -> Rows:
+def described(index: jax.Array, found: numbering.Outputs) -> Rows:
     """Makes `Rows` from the results of a launch."""
     users = found.users.reshape(-1, USER_WORDS)
     parts = users if found.parts is None else found.parts.reshape(-1, USER_WORDS)
     tiles = None if found.tiles is None else found.tiles.reshape(-1, TILE_WORDS)
-    return Rows(index, order, position, users, parts, tiles, found.poison)
+    return Rows(index, found.order, found.position, users, parts, tiles, found.poison)
 
 
 def by_xla(cand_to_user: jax.Array, lengths: jax.Array | None, sizes: Sizes) -> Rows:

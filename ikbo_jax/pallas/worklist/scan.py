@@ -128,7 +128,7 @@ def rank(
     Each thread compares some users with all of `mine`, (candidate, user) of the CTA's candidates.
     `rank_of` reads the counts from `scratch`, `WARPS` words for each of `mine`.
     """
-    rounds, numbers_of = per_thread.rounds(batch, per_thread.number())
+    rounds, numbers_of = Threads(1, 0).rounds(batch)
 
     def add(turn: Any, sums: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         numbers = numbers_of(turn)

@@ -7,18 +7,23 @@ last have no keys. Rows past a bound of the lengths are a segment's second part.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+from ikbo_jax.pallas.hopper import mosaic
 from ikbo_jax.pallas.hopper.launch import WarpgroupContext
 from ikbo_jax.pallas.hopper.per_thread import Threads, cdiv, same, select
 from ikbo_jax.pallas.worklist.lists import Offsets
 from ikbo_jax.pallas.worklist.scan import clear, fold
+
+#: Warpgroups of a CTA that lists tiles.
+WARPGROUPS = 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,11 +55,14 @@ class Shape:
     early_keys: int | None = None
 
     @classmethod
-    def of(cls, offsets: Offsets, size: int, unit: int, *, warpgroups: int) -> Shape:
-        """Describes a list of tiles of queries."""
-        is_merged = offsets.q_to_kv is not None and not offsets.is_broadcast
-        kinds = offsets.is_broadcast, is_merged
-        return cls(offsets.sequences, *offsets.sizes, size, unit, *kinds, warpgroups)
+    def of(cls, offsets: Offsets, size: int, unit: int, **further: Any) -> Self:
+        """Describes a list of tiles of queries; `further` attributes replace those of `tiles`."""
+        kinds: dict[str, Any] = {
+            "is_broadcast": offsets.is_broadcast,
+            "is_merged": offsets.q_to_kv is not None and not offsets.is_broadcast,
+            "warpgroups": 1 if mosaic.is_interpreted() else WARPGROUPS,
+        }
+        return cls(offsets.sequences, *offsets.sizes, size, unit, **(kinds | further))
 
     @property
     def segments(self) -> int:
@@ -95,7 +103,36 @@ class SegmentContext(WarpgroupContext):
 
     def segment(self, index: jax.Array) -> Segment:
         """Describes the segments with these numbers; segments past the last one are empty."""
-        return segment(self, index)
+        shape, shared, read, zero = self.shape, self.shared, self.threads.read, same(0)
+        if shape.is_broadcast:
+            has_keys, index = index < shape.segments, jnp.minimum(index, shape.segments - 1)
+            number = index
+            found = Rows(has_keys, has_keys, index * shape.q_rows, same(shape.q_rows), zero, zero)
+            if self.operands.q_to_kv is not None:
+                number = read(shared.kv_numbers, index)
+        else:
+            found = rows(self, shared.q_offsets, index)
+            has_keys, index = found.is_sequence, jnp.minimum(index, shape.segments - 1)
+            number = jnp.clip(index - 1, 0, max(shape.sequences - 1, 0))
+            if shape.is_merged:
+                number, merged = _merged(self, index, found.start, found.length)
+                found = found._replace(length=jnp.where(has_keys, merged, found.length))
+            elif self.operands.q_to_kv is not None:
+                number = read(shared.kv_numbers, jnp.clip(index, 1, max(shape.sequences, 1)))
+        place = number + shape.kv_first
+        kv_start = read(shared.kv_offsets, place)
+        kv_length = read(shared.kv_offsets, place + 1) - kv_start
+        if shape.max_seqlen_kv is not None:
+            kv_length = jnp.minimum(kv_length, shape.max_seqlen_kv)
+        return Segment(
+            found.start,
+            jnp.where(found.exists, found.length, 0),
+            found.rest,
+            found.rest_start,
+            jnp.where(has_keys, kv_start, 0),
+            jnp.where(has_keys, kv_length, 0),
+            jnp.where(has_keys, number, -1),
+        )
 
 
 class Segment(NamedTuple):
@@ -236,40 +273,6 @@ def rows(ctx: SegmentContext, offsets: Any, index: jax.Array) -> Rows:
     return Rows(exists, is_sequence, start, length, rest, end - rest)
 
 
-def segment(ctx: SegmentContext, index: jax.Array) -> Segment:
-    """Describes the segments with these numbers; segments past the last one are empty."""
-    shape, shared, read, zero = ctx.shape, ctx.shared, ctx.threads.read, same(0)
-    if shape.is_broadcast:
-        has_keys, index = index < shape.segments, jnp.minimum(index, shape.segments - 1)
-        number = index
-        found = Rows(has_keys, has_keys, index * shape.q_rows, same(shape.q_rows), zero, zero)
-        if ctx.operands.q_to_kv is not None:
-            number = read(shared.kv_numbers, index)
-    else:
-        found = rows(ctx, shared.q_offsets, index)
-        has_keys, index = found.is_sequence, jnp.minimum(index, shape.segments - 1)
-        number = jnp.clip(index - 1, 0, max(shape.sequences - 1, 0))
-        if shape.is_merged:
-            number, merged = _merged(ctx, index, found.start, found.length)
-            found = found._replace(length=jnp.where(has_keys, merged, found.length))
-        elif ctx.operands.q_to_kv is not None:
-            number = read(shared.kv_numbers, jnp.clip(index, 1, max(shape.sequences, 1)))
-    place = number + shape.kv_first
-    kv_start = read(shared.kv_offsets, place)
-    kv_length = read(shared.kv_offsets, place + 1) - kv_start
-    if shape.max_seqlen_kv is not None:
-        kv_length = jnp.minimum(kv_length, shape.max_seqlen_kv)
-    return Segment(
-        found.start,
-        jnp.where(found.exists, found.length, 0),
-        found.rest,
-        found.rest_start,
-        jnp.where(has_keys, kv_start, 0),
-        jnp.where(has_keys, kv_length, 0),
-        jnp.where(has_keys, number, -1),
-    )
-
-
 def _merged(
     ctx: SegmentContext, index: jax.Array, start: jax.Array, length: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
@@ -314,17 +317,14 @@ def merge(ctx: SegmentContext) -> None:
         found = (index > 1) & (index <= shape.sequences) & (numbers[0] == numbers[1])
         return found & (end(*rows) == rows[1]) if shape.max_seqlen_q is not None else found
 
-    def batch(turn: Any, read_number: Any) -> list[tuple[jax.Array, Any, Any]]:
-        """Reads segments: index, kv number of the one before, starts of it, this and the next."""
-        top = first + (each - 1 - turn * step)
-        numbers = [read_number(top - i - 1) for i in range(step)]
-        rows = [starts(top - i + 1) for i in range(step + 2)]
-        return [(top - i, numbers[i], rows[i : i + 3][::-1]) for i in range(step)]
-
-    def group_ends(turn: Any, carry: tuple[Any, ...], read_number: Any, mark: Any) -> Any:
+    def visit(read_number: Any, mark: Any, turn: Any, carry: tuple[Any, ...]) -> Any:
         """Visits segments; the carry is (group's end, whether the group ends here, number)."""
         group, is_end, own = carry
-        for index, before, (previous, start, following) in batch(turn, read_number):
+        top = first + (each - 1 - turn * step)
+        numbers = [read_number(top - i - 1) for i in range(step)]  # of the segments before
+        rows = [starts(top - i + 1) for i in range(step + 2)]
+        for i, index in enumerate([top - i for i in range(step)]):
+            before, (following, start, previous) = numbers[i], rows[i : i + 3]
             group = jnp.where(is_end > 0, end(start, following), group)
             merged = is_merged(index, (before, own), (previous, start))
             mark(index, merged, group)
@@ -339,9 +339,7 @@ def merge(ctx: SegmentContext) -> None:
     carry = (same(-1), select(is_open, 0, 1), number(above - 1))
     below = number(first - 1)
 
-    def ends(turn: Any, carry: Any) -> Any:
-        return group_ends(turn, carry, number, lambda *_: None)
-
+    ends = functools.partial(visit, number, lambda *_: None)
     open_end, _, _ = lax.fori_loop(0, turns, ends, carry)
     found = select(open_end < 0, -(2**31 - 1), -open_end)
     (later,) = threads.maxima_before([found], shared.parts, 3 * threads.warps)
@@ -352,9 +350,7 @@ def merge(ctx: SegmentContext) -> None:
     def own_number(index: jax.Array) -> jax.Array:
         return jnp.where(index < first, below, number(index))
 
-    def keep(turn: Any, carry: Any) -> Any:
-        return group_ends(turn, carry, own_number, mark)
-
+    keep = functools.partial(visit, own_number, mark)
     # -later would overflow where no group ends later; no group is open there.
     lax.fori_loop(0, turns, keep, (-jnp.maximum(later, -(2**31 - 1)), *carry[1:]))
     threads.commit()

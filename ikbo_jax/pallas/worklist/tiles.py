@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from ikbo_jax.pallas.hopper import inline, mosaic, per_thread
+from ikbo_jax.pallas.hopper import inline, per_thread
 from ikbo_jax.pallas.hopper.launch import launch_threads
 from ikbo_jax.pallas.hopper.per_thread import same
 from ikbo_jax.pallas.worklist import by_xla, positions
@@ -38,8 +38,6 @@ from ikbo_jax.problems import memory
 from ikbo_jax.problems.attention_tile_cost import MOST_LISTED_WORDS
 from ikbo_jax.problems.hopper import WARPGROUP_SIZE
 
-#: Warpgroups of a CTA.
-WARPGROUPS = 4
 #: Segments of a CTA: as few as `MOST_WORKERS` CTAs allow, which an H100 holds at once.
 FEWEST, MOST_OWN, MOST_WORKERS = 32, 256, 132
 
@@ -63,10 +61,8 @@ def store_words(
         @inline.code(array, place, is_wanted.astype(jnp.int32), *words)
         def _(array: Any, place: Any, is_wanted: Any, *words: Any) -> None:
             address = inline.address(array, per_thread.scalar(place) * rows)
-            wanted, stored = (
-                per_thread.scalar(is_wanted).differs(0),
-                list(map(per_thread.scalar, words)),
-            )
+            wanted = per_thread.scalar(is_wanted).differs(0)
+            stored = list(map(per_thread.scalar, words))
             for i in range(0, len(words), width):
                 per_thread.store_words(address, stored[i : i + width], wanted, 4 * i)
 
@@ -108,15 +104,14 @@ def list_tiles(
     outputs: TileList,
     longest: jax.Array,
     words_of: Callable[[jax.Array, Any, jax.Array], tuple[jax.Array, ...]],
-    zeros: int,
 ) -> None:
     """Stores the tiles of the CTA's segments and, by the first CTA, the counts.
 
     `words_of` takes segments' numbers, segments, and tiles' first rows in the segments; it returns
-    the words of tiles. Tiles of second parts have `zeros` further words of 0.
+    the words of tiles. Words of tiles of second parts are 0 after the number of rows.
     """
     shape, shared, threads, zero = ctx.shape, ctx.shared, ctx.threads, same(0)
-    totals = positions.position_tiles(ctx, longest)
+    keyed, first_parts, rest_before, rest = positions.position_tiles(ctx, longest)
     own = shared.own_bins.shape[0]
 
     def first_part(number: jax.Array, found: Segment, place: jax.Array) -> Any:
@@ -127,16 +122,16 @@ def list_tiles(
         done = place * shape.size
         begin = threads.read(shared.rest_ends, jnp.maximum(number - 1, 0))
         before = place + jnp.where(number > 0, begin, 0)
-        position = totals.first_parts + totals.rest_before + before
+        position = first_parts + rest_before + before
         row = found.rest_start + done
         rows = jnp.minimum(found.rest - done, shape.size)
-        return position, (row, row, rows, *(zero,) * zeros)
+        return position, (row, row, rows, *(zero,) * (outputs.words.shape[1] - 3))
 
     _list_parts(ctx, outputs.words, shared.own_ends, first_part)
     if shape.has_rest:
         _list_parts(ctx, outputs.words, shared.rest_ends, second_part)
     is_writer = threads.number() + ctx.worker == 0
-    for i, total in enumerate((totals.keyed, totals.first_parts + totals.rest)):
+    for i, total in enumerate((keyed, first_parts + rest)):
         threads.write(outputs.counts, same(i), zero + total, is_writer)
 
 
@@ -157,7 +152,7 @@ def _list_query_tiles(ctx: SegmentContext) -> None:
     def words(_: jax.Array, found: Segment, done: jax.Array) -> tuple[jax.Array, ...]:
         return *rows_of_tile(ctx, found, done), found.kv_start, found.kv_length
 
-    list_tiles(ctx, ctx.outputs, longest, words, 2)
+    list_tiles(ctx, ctx.outputs, longest, words)
 
 
 def shared_words(shapes: tuple[Shape, ...], arrays: Arrays, own: int, exchanged: int) -> Any:
@@ -205,13 +200,14 @@ def launch_list(
     list_all: Callable[[Any], None],
     shape: Shape,
     operands: Arrays,
-    shared: Any,
     words: int,
-    own: int,
     name: str,
     context: type[SegmentContext] = SegmentContext,
+    **further: Any,
 ) -> TileList:
-    """Launches `list_all`, which lists tiles of `words` words, on CTAs of `own` segments."""
+    """Launches `list_all`, which lists tiles of `words` words; `further` is shared memory."""
+    own = own_segments((shape,))
+    shared = shared_words((shape,), operands, own, 9)._replace(**further)
     declared: Any = (jax.ShapeDtypeStruct(x, jnp.int32) for x in ((shape.most, words), (2,)))
     found: TileList = launch_threads(
         list_all,
@@ -236,9 +232,5 @@ def query_tiles(offsets: Offsets, *, size: int, unit: int = 1) -> TileList:
     operands = offsets.arrays
     if sum(x.shape[0] for x in operands if x is not None) > MOST_LISTED_WORDS:
         return by_xla.query_tiles(offsets, size=size, unit=unit)
-    shape = Shape.of(offsets, size, unit, warpgroups=1 if mosaic.is_interpreted() else WARPGROUPS)
-    own = own_segments((shape,))
-    shared = shared_words((shape,), operands, own, 9)
-    return launch_list(
-        _list_query_tiles, shape, operands, shared, TILE_WORDS, own, "ikbo_tile_list"
-    )
+    shape = Shape.of(offsets, size, unit)
+    return launch_list(_list_query_tiles, shape, operands, TILE_WORDS, "ikbo_tile_list")

@@ -20,7 +20,6 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from ikbo_jax.pallas.hopper import mosaic
 from ikbo_jax.pallas.hopper.launch import launch_threads
 from ikbo_jax.pallas.hopper.per_thread import Threads, cdiv, same, select
 from ikbo_jax.pallas.worklist import by_xla, lists, tiles
@@ -87,11 +86,7 @@ class Launch(NamedTuple):
         return self.first + self.queries.sequences
 
 
-class WorkContext(SegmentContext):
-    """The context of a warpgroup; `config` is the `Launch`, `shape` describes the CTA's list."""
-
-
-class KeyContext(WorkContext):
+class KeyContext(SegmentContext):
     """The context of a warpgroup that lists tiles of keys."""
 
     def segment(self, index: jax.Array) -> Segment:
@@ -126,7 +121,7 @@ class KeyContext(WorkContext):
         )
 
 
-def queries_of(ctx: WorkContext, index: jax.Array) -> tuple[jax.Array, jax.Array]:
+def queries_of(ctx: SegmentContext, index: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Returns (first rows in the result, numbers of rows) of the sequences of these segments."""
     shape, read = ctx.config.queries, ctx.threads.read
     if shape.is_broadcast:
@@ -139,7 +134,7 @@ def queries_of(ctx: WorkContext, index: jax.Array) -> tuple[jax.Array, jax.Array
     return start, length
 
 
-def blocks_before(ctx: WorkContext, index: jax.Array) -> jax.Array:
+def blocks_before(ctx: SegmentContext, index: jax.Array) -> jax.Array:
     """Counts the blocks of statistics before the sequences of these segments."""
     shape, unit = ctx.config.queries, ctx.config.keys.unit
     if shape.is_broadcast:
@@ -147,7 +142,7 @@ def blocks_before(ctx: WorkContext, index: jax.Array) -> jax.Array:
     return ctx.threads.read(ctx.shared.statistics, jnp.minimum(index, shape.segments - 1))
 
 
-def _kv_numbers(ctx: WorkContext, index: jax.Array) -> jax.Array:
+def _kv_numbers(ctx: SegmentContext, index: jax.Array) -> jax.Array:
     """Finds the sequences of keys, counted over all copies, of these segments of queries."""
     static = ctx.config
     index = jnp.clip(index, static.first, static.end - 1)
@@ -157,7 +152,7 @@ def _kv_numbers(ctx: WorkContext, index: jax.Array) -> jax.Array:
     return number + lax.rem(index - static.first, same(static.keys.parts)) * static.keys.sequences
 
 
-def count_shared(ctx: WorkContext, begin: Any, end: Any, *, with_blocks: bool) -> None:
+def count_shared(ctx: SegmentContext, begin: Any, end: Any, *, with_blocks: bool) -> None:
     """Counts sequences begin to end, and with `with_blocks` their blocks, at their keys."""
     threads, shared, static = ctx.threads, ctx.shared, ctx.config
     _, numbers = threads.rounds(static.end, unroll=UNROLL)
@@ -179,18 +174,15 @@ def count_shared(ctx: WorkContext, begin: Any, end: Any, *, with_blocks: bool) -
     lax.fori_loop(lax.div(begin, batch), lax.div(end + (batch - 1), batch), turn, jnp.int32(0))
 
 
-def _sum_up_begins(ctx: WorkContext) -> None:
+def _sum_up_begins(ctx: SegmentContext) -> None:
     """Sets begins[i] to the number of lower keys' ranges; synchronises before and after."""
-    threads, begins, at = ctx.threads, ctx.shared.begins, 9 * ctx.threads.warps
-    sum_up(threads, begins, _most_begins(ctx.config), None, ctx.shared.parts, at)
+    threads, shared = ctx.threads, ctx.shared
+    count, at = shared.key_blocks.shape[0] + 1, 9 * threads.warps
+    sum_up(threads, shared.begins, count, None, shared.parts, at)
     threads.commit()
 
 
-def _most_begins(static: Launch) -> int:
-    return static.keys.sequences * static.keys.parts + 1
-
-
-def _place_ranges(ctx: WorkContext, index: jax.Array) -> jax.Array:
+def _place_ranges(ctx: SegmentContext, index: jax.Array) -> jax.Array:
     """Finds positions of the ranges of the CTA's segments, sorted by keys, then by number."""
     threads, shared, static = ctx.threads, ctx.shared, ctx.config
     own = shared.own_bins.shape[0]
@@ -215,7 +207,7 @@ def _place_ranges(ctx: WorkContext, index: jax.Array) -> jax.Array:
     return threads.read(shared.begins, kv) + before + rank
 
 
-def store_query_ranges(ctx: WorkContext) -> None:
+def store_query_ranges(ctx: SegmentContext) -> None:
     """Stores the ranges of the sequences among the CTA's segments; synchronises the threads."""
     threads, static = ctx.threads, ctx.config
     own = ctx.shared.own_bins.shape[0]
@@ -231,7 +223,7 @@ def store_query_ranges(ctx: WorkContext) -> None:
     store_words(ctx, ctx.outputs.keys.ranges, place, tuple(words), is_wanted)
 
 
-def store_blocks(ctx: WorkContext) -> None:
+def store_blocks(ctx: SegmentContext) -> None:
     """Stores the CTA's part of the list of blocks of statistics."""
     threads, static, shared = ctx.threads, ctx.config, ctx.shared
     unit, all_threads = static.keys.unit, static.query_workers * threads.count
@@ -256,7 +248,7 @@ def store_blocks(ctx: WorkContext) -> None:
         store_words(ctx, ctx.outputs.blocks, block, words, block < count)
 
 
-def _list_queries(ctx: WorkContext, longest: jax.Array) -> None:
+def _list_queries(ctx: SegmentContext, longest: jax.Array) -> None:
     static, shared = ctx.config, ctx.shared
     if shared.statistics is not None:
 
@@ -281,12 +273,10 @@ def _list_queries(ctx: WorkContext, longest: jax.Array) -> None:
         return tuple(kept)
 
     outputs = ctx.outputs.queries
-    list_tiles(
-        ctx, TileList(outputs.tiles, outputs.counts), longest, words, 3 + static.has_statistics
-    )
+    list_tiles(ctx, TileList(outputs.tiles, outputs.counts), longest, words)
 
 
-def _list_keys(ctx: WorkContext, longest: jax.Array) -> None:
+def _list_keys(ctx: SegmentContext, longest: jax.Array) -> None:
     static, shared, threads = ctx.config, ctx.shared, ctx.threads
     is_shared = static.keys.most_shared is not None
     if is_shared:
@@ -321,10 +311,10 @@ def _list_keys(ctx: WorkContext, longest: jax.Array) -> None:
         blocks = cdiv(found.kv_length, static.keys.unit) * static.keys.group
         return *rows_of_tile(ctx, found, done), begin, end, blocks
 
-    list_tiles(ctx, TileList(*ctx.outputs.keys[:2]), longest, words, 3)
+    list_tiles(ctx, TileList(*ctx.outputs.keys[:2]), longest, words)
 
 
-def _list(ctx: WorkContext) -> None:
+def _list(ctx: SegmentContext) -> None:
     threads, shared, static = ctx.threads, ctx.shared, ctx.config
     for ref in (shared.begins, shared.key_blocks):
         if ref is not None:
@@ -357,8 +347,7 @@ def works(offsets: Offsets, settings: WorkSettings) -> Works:
     arbitrary.
     """
     operands = offsets.arrays
-    warpgroups = 1 if mosaic.is_interpreted() else tiles.WARPGROUPS
-    static = _static(offsets, settings, warpgroups)
+    static = _static(offsets, settings)
     shapes = (static.queries, static.keys)
     own = tiles.own_segments(shapes)
     workers = [pl.cdiv(x.segments, own) for x in shapes]
@@ -385,23 +374,22 @@ def works(offsets: Offsets, settings: WorkSettings) -> Works:
         shared,
         name="ikbo_gdpa_backward_lists",
         workers=sum(workers),
-        warpgroups=warpgroups,
+        warpgroups=static.queries.warpgroups,
         config=static,
-        context=WorkContext,
+        context=SegmentContext,
     )
 
 
-def _static(offsets: Offsets, settings: WorkSettings, warpgroups: int) -> Launch:
+def _static(offsets: Offsets, settings: WorkSettings) -> Launch:
     q_rows, kv_rows, max_q, max_kv = offsets.sizes
     parts, key_block = settings.parts, settings.key_block
-    queries = Shape.of(offsets, TILE_ROWS, settings.query_block, warpgroups=warpgroups)
-    queries = dataclasses.replace(queries, is_merged=False, kv_first=1)
+    queries = Shape.of(offsets, TILE_ROWS, settings.query_block, is_merged=False, kv_first=1)
     most = lists.most_blocks(offsets.sequences, offsets.result_rows, key_block)
     keys = KeyShape(
         *(offsets.kv_sequences, kv_rows * parts, q_rows, max_kv, max_q, TILE_ROWS, key_block),
         is_broadcast=False,
         is_merged=False,
-        warpgroups=warpgroups,
+        warpgroups=queries.warpgroups,
         kv_first=1,
         group=settings.group,
         streamed_rows=q_rows if offsets.is_broadcast else None,
@@ -419,6 +407,6 @@ def _shared(static: Launch, operands: Arrays, own: int) -> Any:
         found = found._replace(statistics=memory.Words((queries.segments,)))
     if operands.q_to_kv is None:
         return found
-    begins = memory.Words((padded(threads, _most_begins(static)),))
-    blocks = memory.Words((_most_begins(static) - 1,))
-    return found._replace(begins=begins, key_blocks=blocks)
+    count = keys.sequences * keys.parts
+    begins = memory.Words((padded(threads, count + 1),))
+    return found._replace(begins=begins, key_blocks=memory.Words((count,)))

@@ -17,16 +17,17 @@ import numpy as np
 from ikbo_jax.ops.attention import merge_attention
 from ikbo_jax.rewrite.attention import masked_keys
 from ikbo_jax.rewrite.attention.block_masks import BlockMasks, joined
-from ikbo_jax.rewrite.attention.block_parts import (
+from ikbo_jax.rewrite.attention.blocks import (
     Part,
+    arranged,
     lineage_of,
     masked_logits,
+    of_one_user,
     parts_of,
     softmax_of_keys,
     weighted,
 )
-from ikbo_jax.rewrite.attention.blocks import Blocks, arranged, of_one_user
-from ikbo_jax.rewrite.attention.operands import Operands, Visible, attend_by_row
+from ikbo_jax.rewrite.attention.operands import Operands, attend_by_row
 from ikbo_jax.rewrite.attention.scores import (
     WIDTH,
     Label,
@@ -48,16 +49,12 @@ from ikbo_jax.rewrite.values.rows import take_rows
 FEW_KEYS = 64
 
 
-def product(
-    ctx: Context, eqn: Any, lhs: Any, rhs: Any, scores: Scores, pointwise: type[Call]
-) -> Any:
-    """Returns the product of attention weights with the values of the same tokens.
+def product(ctx: Context, eqn: Any, scores: Scores, side: int, value: Any, kind: type[Call]) -> Any:
+    """Returns the product of attention weights, the operand `side`, with values of the same tokens.
 
-    `pointwise` is the `Call` of weights that are no probabilities of a softmax.
+    `kind` is `Call` for a softmax, a subclass for other weights.
     """
-    root: Any = scores.root
-    assert isinstance(root, Blocks)
-    side, value = (0, rhs) if scores is lhs else (1, lhs)
+    root, is_softmax = scores.root, kind is Call
     dims = order_of_values(eqn, scores, side, value)
     if -1 in dims:
         raise NotCovered("attention is not recognised: its values have no heads")
@@ -68,13 +65,13 @@ def product(
     query_axis = root.query.axis if isinstance(root.query, Concat) else 1
     queries = parts_of(root.query, query_axis)
     dtype = eqn.outvars[0].aval.dtype
-    is_softmax = scores.stage == "probabilities"
     if is_softmax and any(fill.value > masked_keys.LARGE for fill in root.fills):
         raise NotCovered(f"attention is not recognised: masked logits are {root.fills[0].value:g}")
-    call = (Call if is_softmax else pointwise)(ctx, eqn, scores, query_axis, keys, dtype)
-    copied = sum(part.stop - part.start for part in queries if not call.keeps_batch(part))
-    if is_softmax and keys[-1].stop <= FEW_KEYS and 2 * copied > queries[-1].stop:
-        raise NotCovered("few keys, and the user's own queries see the candidate's")
+    call = kind(ctx, eqn, scores, query_axis, keys, dtype)
+    if is_softmax and keys[-1].stop <= FEW_KEYS:
+        copied = sum(part.stop - part.start for part in queries if not call.keeps_batch(part))
+        if 2 * copied > queries[-1].stop:
+            raise NotCovered("few keys, and the user's own queries see the candidate's")
     outs = [call.attended(part) for part in queries]
     origins = lineage.origins_of(root.query, root.key, value) | root.mask_origins
     ctx.recorder.saved(eqn, origins, "attention with own tokens", True)
@@ -90,32 +87,31 @@ class Call(BlockMasks):
 
     def attended(self, query: Part) -> Any:
         """Returns the result of some queries: [batch, *queries, *heads, width]."""
-        live = self._live(query)
-        is_kept = {id(key): self._is_kept(query, key) for key in live}
+        value, live = query.value, self._live(query)
+        shape = list(shape_of(value))
+        self.sizes = tuple(shape[1 : 1 + len(self.root.queries)])
         is_whole = sum(key.stop - key.start for key in live) == self.keys[-1].stop
-        users = lineage_of(query.value)
-        at_users = users is not None and all(self.of_users(key, users) for key in live)
+        users = lineage_of(value)
+        if users is not None and not all(self.of_users(key, users) for key in live):
+            users = None
         finite = any(fill.value > -math.inf for fill in self.root.fills)
-        keeps_keys = self._keeps_keys(query, live, is_kept)
-        shape = list(shape_of(query.value))
+        keeps_keys = self._keeps_keys(query, live)
         kept = None
-        if users is not None and at_users and not keeps_keys and (finite or not is_whole):
+        if users is not None and not keeps_keys and (finite or not is_whole):
             # Only rows of -inf, which become NaN, are the same for all candidates of a user.
             kept = self._rows_that_keep_keys(query, users)
             self.ctx.programs.unread = True
         if self.ctx.programs.unread and self.keys is self.all_keys:
             self.keys = list(map(self._read, self.keys))
             live = self._live(query)
-            is_kept = {id(key): self._is_kept(query, key) for key in live}
-        if users is not None and at_users:
-            out = self._at_user_batch(query, live, users, kept is not None)
-            shape[-1] = out.shape[-1]
-            out = staged.reshape(out, (out.shape[0], *shape[1:]))
-            out = out if kept is None else unread.unread_rows(out, kept)
-            return Lazy(out, tuple(shape), users, 0, lineage.origins_of(query.value))
-        out = self._at_candidate_batch(query, live, is_kept, keeps_keys)
+        if users is None:
+            out = self._at_candidate_batch(query, live, keeps_keys)
+            return staged.reshape(out, (*shape[:-1], out.shape[-1]))
+        out = self._at_user_batch(query, live, users, kept is not None)
         shape[-1] = out.shape[-1]
-        return staged.reshape(out, shape)
+        out = staged.reshape(out, (out.shape[0], *shape[1:]))
+        out = out if kept is None else unread.unread_rows(out, kept)
+        return Lazy(out, tuple(shape), users, 0, lineage.origins_of(value))
 
     def keeps_batch(self, query: Part) -> bool:
         """Whether queries are the candidate's, or see keys of their user alone."""
@@ -128,9 +124,11 @@ class Call(BlockMasks):
             not lineage.is_plain(key.value) and key.value.base.shape[0] == 1
         )
 
-    def flat(self, x: jax.Array, rows: int) -> jax.Array:
+    def flat(self, x: jax.Array) -> jax.Array:
         """Reshapes [batch, *rows, *heads, width] to [batch, rows, heads, width]."""
-        return staged.reshape(x, (x.shape[0], rows, self.heads, x.shape[-1]))
+        batch, *between, width = shape_of(x)
+        rows = math.prod(between[: len(between) - len(self.root.heads)])
+        return staged.reshape(x, (batch, rows, self.heads, width))
 
     def _read(self, key: Part) -> Part:
         """Names the rows of a user's keys that queries read; the masks hide the others."""
@@ -148,15 +146,12 @@ class Call(BlockMasks):
         self, query: Part, live: list[Part], users: Lineage, may_be_empty: bool
     ) -> jax.Array:
         """Computes users' attention to their keys: [users, queries, heads, width]."""
-        value = query.value
-        self.sizes = value.shape[1 : 1 + len(self.root.queries)]
-        base = self._of_users(query, users)
         all_keys = lineage.joined([self.user_rows(key.value, users) for key in live], 1)
         all_values = lineage.joined([self.user_rows(key.values, users) for key in live], 1)
         is_masked = not all(self._is_kept(query, key) for key in live)
         fills = self.root.fills if is_masked else ()
         logits = masked_logits(
-            base,
+            self.user_rows(query.value, users),
             all_keys,
             self._bias(query, live, users),
             [self._users_mask(fill, query, live, users) for fill in fills],
@@ -167,34 +162,24 @@ class Call(BlockMasks):
         return staged.cast(weighted(softmax_of_keys(logits), all_values), self.dtype)
 
     def user_rows(self, x: Any, users: Lineage) -> jax.Array:
-        """Returns keys or values [users, keys, heads, width] of one part."""
-        return self.flat(lineage.spread(x.base, (users.users, *x.shape[1:])), x.shape[1])
+        """Returns queries, keys or values of one part: [users, rows, heads, width]."""
+        return self.flat(lineage.spread(x.base, (users.users, *x.shape[1:])))
 
-    def _of_users(self, query: Part, users: Lineage) -> jax.Array:
-        """Returns users' queries [users, queries, heads, width]."""
-        base = lineage.spread(query.value.base, (users.users, *query.value.shape[1:]))
-        return self.flat(base, math.prod(self.sizes))
-
-    def _at_candidate_batch(
-        self, query: Part, live: list[Part], is_kept: dict[int, bool], keeps_keys: bool
-    ) -> jax.Array:
+    def _at_candidate_batch(self, query: Part, live: list[Part], keeps_keys: bool) -> jax.Array:
         """Attends to keys of users and to own keys: [batch, queries, heads, width]."""
         of_query = lineage_of(query.value)
         reason = "queries that attend to keys of the candidate"
         if of_query is not None:
             reason = "the user's queries see the candidate's keys, as in every later layer"
-        array = self.ctx.materialise(self.eqn, query.value, reason)
-        self.sizes = array.shape[1 : 1 + len(self.root.queries)]
-        rows = math.prod(self.sizes)
-        flat = self.flat(array, rows)
+        flat = self.flat(self.ctx.materialise(self.eqn, query.value, reason))
         groups: dict[Any, list[Part]] = {}
         for key in live:
             groups.setdefault(lineage_of(key.value), []).append(key)
-        own = groups.pop(None, []) + _taken_as_own(groups, rows)
+        own = groups.pop(None, []) + _taken_as_own(groups, flat.shape[1])
         for users in [x for x, keys in groups.items() if self._bias_differs(query, keys, x)]:
             # As a bias of the time between the candidate and each event.
             own += groups.pop(users)
-        own_kept = all(is_kept[id(key)] for key in own)
+        own_kept = all(self._is_kept(query, key) for key in own)
         own_rows = self._all_rows(own, None) if own else None
         outs: list[tuple[jax.Array, jax.Array]] = []
         takes_own = False
@@ -202,7 +187,7 @@ class Call(BlockMasks):
             assert users is not None
             lengths = None
             kept, seen = None, None
-            if not all(is_kept[id(key)] for key in keys):
+            if not all(self._is_kept(query, key) for key in keys):
                 kept, seen = self._visible(query, keys, users)
             bias = self._bias(query, keys, users)
             if bias is not None:
@@ -211,15 +196,14 @@ class Call(BlockMasks):
                 bias = lineage.spread(bias, (users.users, *bias.shape[1:]))
             at_users = of_query is users and seen is None
             operands = Operands(
-                self._of_users(query, users) if at_users else flat,
+                self.user_rows(query.value, users) if at_users else flat,
                 *self._all_rows(keys, users),
                 jnp.arange(users.users) if at_users else users.index,
                 *self.root.scale_and_cap,
             )._replace(bias=bias)
             if seen is not None:
-                by_row = attend_by_row(operands, Visible(seen, kept))
-                lse = staged.reshape(by_row.lse, flat.shape[:3])
-                outs.append((staged.reshape(by_row.out, flat.shape), lse))
+                _, out, lse, _ = attend_by_row(operands, seen, kept)
+                outs.append((staged.reshape(out, flat.shape), staged.reshape(lse, flat.shape[:3])))
                 continue
             if kept is not None:
                 operands = operands.ordered(kept)
@@ -233,11 +217,11 @@ class Call(BlockMasks):
             is_plain = own_kept and bias is None
             tokens = own_rows if is_plain and own_rows and not takes_own else (None, None)
             takes_own = takes_own or tokens[0] is not None
-            outs.append(operands.attend_with_lse(lengths, None, *tokens))
+            outs.append(operands.attend_with_lse(lengths, self_key=tokens[0], self_value=tokens[1]))
         if own_rows and not takes_own:
             outs.append(self._to_own(query, own, flat, *own_rows))
         merged, lse = functools.reduce(lambda x, y: merge_attention(*x, *y), outs)
-        if self.root.bias is not None:
+        if self.root.biases:
             if not keeps_keys:
                 raise NotCovered("attention is not recognised: a bias, and a query may keep no key")
             # All keys of an empty row have the bias -inf. The product makes its gradients NaN.
@@ -281,8 +265,7 @@ class Call(BlockMasks):
         def rows(values: list[Any]) -> jax.Array:
             if users is not None:
                 return lineage.joined([self.user_rows(x, users) for x in values], 1)
-            own = lineage.joined([self.ctx.build(x) for x in values], 1)
-            return self.flat(own, own.shape[1])
+            return self.flat(lineage.joined([self.ctx.build(x) for x in values], 1))
 
         dtype = self.root.key.dtype
         found = rows([key.value for key in keys]), rows([key.values for key in keys])
@@ -292,7 +275,7 @@ class Call(BlockMasks):
         self, query: Part, own: list[Part], flat: jax.Array, key: jax.Array, value: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
         """Attends to the candidates' own keys; returns result, and lse [batch, queries, heads]."""
-        if self.root.bias is None and self._sees_only_itself(query, own):
+        if not self.root.biases and self._sees_only_itself(query, own):
             return self._to_itself(flat, key, value)
 
         def mask(fill: Any) -> jax.Array:

@@ -3,6 +3,7 @@
 import functools
 import math
 import operator
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -10,10 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ikbo_jax.rewrite.attention.block_parts import Part, at_users
-from ikbo_jax.rewrite.attention.blocks import unspread
+from ikbo_jax.rewrite.attention.blocks import Part, at_users, grouped, unspread
 from ikbo_jax.rewrite.attention.logit_masks import rows_of
-from ikbo_jax.rewrite.attention.scores import KEY, QUERY, Fill, Scores
+from ikbo_jax.rewrite.attention.scores import HEAD, KEY, QUERY, Fill, Label, Scores
 from ikbo_jax.rewrite.facts import masks
 from ikbo_jax.rewrite.interpret import Context, shape_of
 from ikbo_jax.rewrite.rules.elementwise import slice_along
@@ -35,10 +35,16 @@ class BlockMasks:
         self.axis, self.keys, self.dtype = axis, keys, dtype
         self.all_keys = keys
         self.heads = math.prod(root.heads)
+        self.labels = root.labels
+        self._lives: dict[tuple[int, int], list[Part]] = {}
 
     def _live(self, query: Part) -> list[Part]:
-        """Returns the keys that are not hidden from all of the queries."""
-        return [part for key in self.keys if (part := self._trimmed(query, key)) is not None]
+        """Returns the keys that are not hidden from all of the queries, found once."""
+        at = id(self.keys), query.start
+        if at not in self._lives:
+            trimmed = [self._trimmed(query, key) for key in self.keys]
+            self._lives[at] = [part for part in trimmed if part is not None]
+        return self._lives[at]
 
     def _trimmed(self, query: Part, key: Part) -> Part | None:
         """Drops the first and the last keys that are hidden from all queries; None without keys."""
@@ -57,17 +63,24 @@ class BlockMasks:
         """Whether no mask hides any of a block."""
         return all((self._cut(x.state, query, key) == 1).all() for x in self.root.fills)
 
-    def _cut(self, x: np.ndarray, query: Part, key: Part) -> np.ndarray:
-        index = [slice(None)] * x.ndim
-        if x.ndim > 2 and x.shape[self.axis] != 1 and self.root.queries:
-            index[self.axis] = slice(query.start, query.stop)
-        if x.shape[-1] != 1:
-            index[-1] = slice(key.start, key.stop)
-        return x[tuple(index)]
+    def _region(self, labels: Sequence[Label], query: Part, key: Part) -> masks.Region:
+        """Says where a block lies in an array whose dimensions have these labels."""
+        parts = ((KEY, 0), key), ((QUERY, self.axis - 1), query)
+        return tuple([(labels.index(w), x.start, x.stop) for w, x in parts if w in labels])
 
-    def _keeps_keys(self, query: Part, live: list[Part], is_kept: dict[int, bool]) -> bool:
+    def _cut(self, x: np.ndarray, query: Part, key: Part, labels: Any = None) -> np.ndarray:
+        """Returns the block of an array of NumPy: [batch, *queries, *heads, keys], or `labels`."""
+        return masks.cut(x, self._region(labels or self.labels, query, key))
+
+    def _sliced(self, x: Any, query: Part, key: Part, labels: Any = None) -> Any:
+        """Returns the block of any value: [batch, *queries, *heads, keys], or `labels`."""
+        for dim, start, stop in self._region(labels or self.labels, query, key):
+            x = slice_along(x, start, stop, dim)
+        return x
+
+    def _keeps_keys(self, query: Part, live: list[Part]) -> bool:
         """Whether every query provably keeps a key."""
-        if any(is_kept[id(key)] for key in live):
+        if any(self._is_kept(query, key) for key in live):
             return True
         total: Any = False
         for key in live:
@@ -123,20 +136,13 @@ class BlockMasks:
         masked = [fill.kept for fill in self.root.fills]
         return self.ctx.scope.once(("kept rows", part.start, part.stop), (users, *masked), found)
 
-    def _sliced(self, mask: Any, query: Part, key: Part) -> Any:
-        """Returns the block of a mask: [batch, *queries, *heads, keys]."""
-        mask = slice_along(mask, key.start, key.stop, len(self.root.labels) - 1)
-        if not self.root.queries:
-            return mask
-        return slice_along(mask, query.start, query.stop, self.axis)
-
     def _bias(self, query: Part, keys: list[Part], users: Lineage | None) -> jax.Array | None:
         """Returns the sum of the biases: [batch or 1, heads or 1, queries or 1, keys] float32.
 
         The batch is that of `users`, or of the candidates without them. None without a bias.
         """
         total = None
-        for bias in self.root.bias or ():
+        for bias in self.root.biases:
             values = [self._sliced(bias, query, key) for key in keys]
             parts = [self.ctx.build(x) if users is None else at_users(x, users) for x in values]
             if any(part is None for part in parts):
@@ -147,20 +153,12 @@ class BlockMasks:
 
     def _bias_differs(self, query: Part, keys: list[Part], users: Lineage) -> bool:
         """Whether a bias of these keys differs by candidate."""
-        blocks = [self._sliced(x, query, key) for x in self.root.bias or () for key in keys]
+        blocks = [self._sliced(x, query, key) for x in self.root.biases for key in keys]
         return any(at_users(x, users) is None for x in blocks)
 
-    def _logits_mask(self, mask: jax.Array) -> jax.Array:
+    def _logits_mask(self, mask: jax.Array) -> Any:
         """Reshapes a mask [batch, *queries, *heads, keys] to [batch, heads, queries, keys]."""
-        batch, *between, last = mask.shape
-        count = len(self.root.queries)
-        queries, heads = tuple(between[:count]), tuple(between[count:])
-        # Equal queries, and equal heads, stay dimensions of size 1.
-        queries = queries if math.prod(queries) == 1 else tuple(self.sizes)
-        heads = heads if math.prod(heads) == 1 else self.root.heads
-        mask = lineage.spread(mask, (batch, *queries, *heads, last))
-        flat = staged.reshape(mask, (batch, math.prod(queries), math.prod(heads), last))
-        return staged.transpose(flat, (0, 2, 1, 3))
+        return grouped(mask, self.labels, [(HEAD, self.root.heads), (QUERY, self.sizes)])
 
     def _users_mask(self, fill: Fill, query: Part, live: list[Part], users: Lineage) -> jax.Array:
         """Returns a mask at user batch: [users or 1, heads or 1, queries or 1, keys]."""
@@ -192,13 +190,11 @@ class BlockMasks:
         for fill in self.root.fills:
             columns = [self._column(fill.kept, fill.state, False, query, keys, users)]
             if columns[0] is None:
-                region = [(fill.labels.index((KEY, 0)), keys[0].start, keys[-1].stop)]
-                if self.root.queries:
-                    label = (QUERY, self.axis - 1)
-                    region.append((fill.labels.index(label), query.start, query.stop))
+                whole = Part(None, keys[0].start, keys[-1].stop)
+                region = self._region(fill.labels, query, whole)
                 columns = [
                     self._column(mask, state, is_interval, query, keys, users)
-                    for mask, state, is_interval, _ in fill.factors(self.ctx, tuple(region))
+                    for mask, state, is_interval, _ in fill.factors(self.ctx, region)
                 ]
             for column in columns:
                 if column is None:
@@ -254,7 +250,7 @@ class BlockMasks:
 
     def _by_query(self, parts: list[Any], keys: list[Part]) -> Any:
         """Joins masks [batch, *queries, *heads, keys]: [batch or 1, queries or 1, keys]."""
-        rows = [rows_of(x, self.root.labels, tuple(self.sizes)) for x in parts]
+        rows = [rows_of(x, self.labels, tuple(self.sizes)) for x in parts]
         moves = np if all(isinstance(x, np.ndarray) for x in rows) else jnp
         shape = lax.broadcast_shapes(*(x.shape[:2] for x in rows))
         full = [

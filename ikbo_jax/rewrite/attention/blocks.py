@@ -17,6 +17,8 @@ that every query keeps some other key.
 from __future__ import annotations
 
 import dataclasses
+import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -26,6 +28,7 @@ import numpy as np
 from jax import lax
 
 from ikbo_jax.rewrite.attention.scores import (
+    BATCH,
     DTYPES,
     KEY,
     QUERY,
@@ -38,8 +41,9 @@ from ikbo_jax.rewrite.attention.scores import (
 from ikbo_jax.rewrite.facts import masks, proofs
 from ikbo_jax.rewrite.interpret import Context, shape_of
 from ikbo_jax.rewrite.rules import elementwise
+from ikbo_jax.rewrite.rules.batched import dims_of
 from ikbo_jax.rewrite.values import lineage, staged
-from ikbo_jax.rewrite.values.lineage import Concat, Lazy
+from ikbo_jax.rewrite.values.lineage import Concat, Lazy, Lineage, of_bases
 from ikbo_jax.rewrite.values.registry import NotCovered
 
 
@@ -54,7 +58,7 @@ class Blocks(Root):
         labels, wanted = scores.labels, self.labels
 
         def block(ctx: Context, x: Any, keep: bool) -> tuple[Any, np.ndarray]:
-            state, kept = masks.known_mask(ctx, x), _kept(x, keep)
+            kept, state = of_bases(lambda x: kept_by(x, keep), x), masks.known_mask(ctx, x)
             state = state if keep else masks.negated(state)
             return arranged(kept, labels, wanted), arranged_array(state, labels, wanted)
 
@@ -87,27 +91,9 @@ class Blocks(Root):
         if any(fill.added is None for fill in self.fills):
             raise NotCovered("attention is not recognised: a bias is added to masked logits")
         bias = arranged(bias, scores.labels, self.labels)
-        biases = *(self.bias or ()), of_bases(lax.neg, bias) if subtracts else bias
+        biases = *self.biases, of_bases(lax.neg, bias) if subtracts else bias
         origins = self.mask_origins | lineage.origins_of(bias)
-        return dataclasses.replace(self, bias=biases, mask_origins=origins)
-
-    def scaled_bias(self, factor: float) -> tuple[Any, ...]:
-        """Returns the biases times a number."""
-        return tuple(of_bases(lambda b: b * jnp.asarray(factor, b.dtype), x) for x in self.bias)
-
-
-def _kept(mask: Any, keeps: bool) -> Any:
-    """Returns where a mask or a bias is True or other than 0; without `keeps`, where it is not."""
-    if keeps and mask.dtype == np.bool_:
-        return mask
-    return of_bases(lambda x: kept_by(x, keeps), mask)
-
-
-def of_bases(fn: Callable[[Any], Any], x: Any) -> Any:
-    """Applies an elementwise function to an array, or to the bases of the parts of a value."""
-    if isinstance(x, Concat):
-        return Concat(tuple(of_bases(fn, part) for part in x.parts), x.axis)
-    return dataclasses.replace(x, base=fn(x.base)) if isinstance(x, Lazy) else fn(x)
+        return dataclasses.replace(self, biases=biases, mask_origins=origins)
 
 
 def kept_by(mask: Any, keeps: bool) -> Any:
@@ -145,39 +131,30 @@ def start(
     ctx: Context, eqn: Any, lhs: Any, rhs: Any, plain_product: Callable[[Context], jax.Array]
 ) -> Scores | None:
     """Returns the scores of a batched product with concatenated keys; None for other products."""
-    (contract, batch) = eqn.params["dimension_numbers"]
-    contract, batch = ([[int(d) for d in side] for side in x] for x in (contract, batch))
+    contract, batch = dims_of(eqn)
     for left, right in zip(*batch, strict=True):
         lhs, rhs = of_one_user(ctx, lhs, left), of_one_user(ctx, rhs, right)
     user_dim = _user_dimension(lhs, rhs, batch)
     if user_dim is None or len(contract[0]) != 1 or lhs.dtype != rhs.dtype:
         return None
-    free = [
-        [d for d in range(len(shape_of(x))) if d not in (*contract[n], *batch[n])]
-        for n, x in enumerate((lhs, rhs))
-    ]
+    sides = list(zip((lhs, rhs), contract, batch, strict=True))
+    free = [[d for d in range(len(shape_of(x))) if d not in (*c, *b)] for x, c, b in sides]
     # The keys are the operand that is concatenated along its only free dimension; if both may be,
     # the second one, as models write the product.
-    key_side = next((n for n in (1, 0) if _may_be_keys((lhs, rhs)[n], free[n])), None)
+    key_side = next((n for n in (1, 0) if _may_be_keys(sides[n][0], free[n])), None)
     if key_side is None:
         return None
-    query_side = 1 - key_side
-    query, key = (lhs, rhs)[query_side], (lhs, rhs)[key_side]
-    if isinstance(query, Concat) and query.axis not in free[query_side]:
+    (query, *_), (key, *_) = of_query, of_key = sides[1 - key_side], sides[key_side]
+    if isinstance(query, Concat) and query.axis not in free[1 - key_side]:
         return None
     if lineage.has_lineage(query):
         # A product by parts keeps the user's part at user batch.
         return None
-    if not isinstance(query, (Concat, Lazy)) and not lineage.is_plain(query):
-        return None
+    is_usual = isinstance(query, (Concat, Lazy)) or lineage.is_plain(query)
     (out,) = eqn.outvars
-    if key.dtype not in DTYPES:
+    if not is_usual or key.dtype not in DTYPES or out.aval.dtype not in (key.dtype, jnp.float32):
         return None
-    if out.aval.dtype not in (key.dtype, jnp.float32):
-        return None
-    sides = [(x, contract[n], batch[n]) for n, x in enumerate((lhs, rhs))]
-    pair = sides[query_side], sides[key_side]
-    return of_product(Blocks, eqn, *pair, user_dim, key_side == 0, plain_product)
+    return of_product(Blocks, eqn, of_query, of_key, user_dim, key_side == 0, plain_product)
 
 
 def _user_dimension(lhs: Any, rhs: Any, batch: list[list[int]]) -> int | None:
@@ -225,3 +202,109 @@ def arranged_array(x: Any, labels: Sequence[Label], wanted: Sequence[Label]) -> 
     shape = [1 if d is None else x.shape[d] for d in dims]
     moves: Any = np if isinstance(x, np.ndarray) else staged
     return moves.reshape(moves.transpose(x, [*kept, *rest]), shape)
+
+
+def grouped(x: Any, labels: Sequence[Label], groups: Sequence[tuple[str, Sequence[int]]]) -> Any:
+    """Arranges an array, also of NumPy, as [batch, *groups, keys], each group as one dimension.
+
+    `groups` are kinds of dimensions, with all sizes. A group without differences has size 1.
+    """
+    between: list[Label] = [(kind, n) for kind, sizes in groups for n in range(len(sizes))]
+    x = arranged_array(x, labels, [(BATCH, 0), *between, (KEY, 0)])
+    (batch, *rest, keys), whole, flat = x.shape, list[int](), list[int]()
+    for _, sizes in groups:
+        own, rest = rest[: len(sizes)], rest[len(sizes) :]
+        own = own if math.prod(own) == 1 else [*sizes]
+        whole += own
+        flat.append(math.prod(own))
+    if isinstance(x, np.ndarray):
+        return np.broadcast_to(x, (batch, *whole, keys)).reshape(batch, *flat, keys)
+    return staged.reshape(lineage.spread(x, (batch, *whole, keys)), (batch, *flat, keys))
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """Holds the rows `start` to `stop` of the queries, or of the keys with their values."""
+
+    value: Any
+    start: int
+    stop: int
+    values: Any = None
+
+
+def parts_of(x: Any, axis: int, values: Any = None) -> list[Part]:
+    """Splits a value along an axis into its parts, with the same parts of the values."""
+    if not isinstance(x, Concat):
+        return [Part(x, 0, shape_of(x)[axis] if axis < len(shape_of(x)) else 1, values)]
+    if values is not None and (not isinstance(values, Concat) or values.sizes != x.sizes):
+        raise NotCovered("attention is not recognised: its values are not concatenated as its keys")
+    parts = []
+    for n, (part, begin, end) in enumerate(x.pieces()):
+        own = None if values is None else values.parts[n]
+        if own is not None and lineage_of(own) is not lineage_of(part):
+            reason = "its values are not looked up as its keys"
+            raise NotCovered(f"attention is not recognised: {reason}")
+        parts.append(Part(part, begin, end, own))
+    return parts
+
+
+def lineage_of(x: Any) -> Lineage | None:
+    """Returns the lineage of a value; None without one."""
+    return x.lineage if lineage.has_lineage(x) else None
+
+
+def at_users(x: Any, users: Lineage, axis: int = 0) -> Any:
+    """Returns the array at user batch along `axis`; None if the value differs by candidate."""
+    if isinstance(x, Concat):
+        parts = [at_users(part, users, axis) for part in x.parts]
+        if any(part is None for part in parts) or x.axis == axis:
+            return None
+        before, after = slice(x.axis), slice(x.axis + 1, None)
+        shapes = [
+            (*p.shape[before], n, *p.shape[after]) for p, n in zip(parts, x.sizes, strict=True)
+        ]
+        return lineage.joined(list(map(lineage.spread, parts, shapes)), x.axis)
+    if lineage.has_lineage(x):
+        return x.base if x.lineage is users and x.axis == axis else None
+    array = lineage.base_of(x)
+    return array if array.shape[axis] == 1 else None
+
+
+# These are jitted, so that JAX traces them once for all layers.
+
+
+@functools.partial(jax.jit, static_argnames=("scale", "cap", "numbers"))
+def masked_logits(
+    query: jax.Array,
+    key: jax.Array,
+    bias: jax.Array | None,
+    masks: Sequence[jax.Array],
+    *,
+    scale: float,
+    cap: float | None,
+    numbers: tuple[float, ...],
+) -> jax.Array:
+    """Computes logits in float32, [batch, heads, queries, keys]: the numbers where masks are False.
+
+    Bias and masks are [batch, heads, queries, keys]; sizes may be 1. Each mask has its number.
+    """
+    logits = jnp.einsum("bqhd,bkhd->bhqk", query, key, preferred_element_type=jnp.float32) * scale
+    logits = logits if cap is None else jnp.tanh(logits) * cap
+    logits = logits if bias is None else logits + bias
+    for mask, number in zip(masks, numbers, strict=True):
+        logits = jnp.where(mask, logits, number)
+    return logits
+
+
+@jax.jit
+def weighted(weights: jax.Array, value: jax.Array) -> jax.Array:
+    """Computes the weighted sum of values in float32: [batch, queries, heads, width]."""
+    weights = weights.astype(value.dtype)
+    return jnp.einsum("bhqk,bkhd->bqhd", weights, value, preferred_element_type=jnp.float32)
+
+
+@jax.jit
+def softmax_of_keys(logits: jax.Array) -> jax.Array:
+    """Computes the softmax of logits over the keys; NaN for a row of -inf."""
+    exponentials = jnp.exp(logits - lax.stop_gradient(jnp.max(logits, 3, keepdims=True)))
+    return exponentials / jnp.sum(exponentials, 3, keepdims=True)

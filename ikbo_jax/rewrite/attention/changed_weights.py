@@ -21,28 +21,31 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ikbo_jax.rewrite.attention import biases, logit_masks, masked_keys, scores
+from ikbo_jax.rewrite.attention import logit_masks, masked_keys, scores
 from ikbo_jax.rewrite.attention.blocks import arranged_array
-from ikbo_jax.rewrite.attention.scores import BATCH, HEAD, KEY, Fill, Logits, Scores
-from ikbo_jax.rewrite.attention.weighted_values import Mask, Weights
+from ikbo_jax.rewrite.attention.products import Weights
+from ikbo_jax.rewrite.attention.scores import BATCH, HEAD, KEY, ONE, Fill, Label, Logits, Scores
 from ikbo_jax.rewrite.facts import proofs
 from ikbo_jax.rewrite.facts.proofs import constant
 from ikbo_jax.rewrite.interpret import Context, shape_of
-from ikbo_jax.rewrite.values.lineage import Lazy, base_of, has_lineage, is_plain, origins_of
+from ikbo_jax.rewrite.values.lineage import Lazy, base_of, is_plain, origins_of
 from ikbo_jax.rewrite.values.registry import NotCovered
 
 #: A number up to this is lost in the rounding of a float32 sum of at least 1.
 _NEGLIGIBLE = 2.0**-25
 #: The log of a number of keys can be added to a masked logit that is rounded by at most this.
 _LOST = 2.0**-7
+#: The stage of a softmax by its logarithm, which may be masked with -inf.
+_LOGARITHM = "log of probabilities"
 
 
 def _weights_of(x: Scores) -> Weights:
-    if x.stage == "weighted" and x.weights is not None:
+    is_log = x.stage == _LOGARITHM
+    if x.weights is not None and (is_log or x.stage == "weighted"):
         return x.weights
     is_curve = x.stage in ("curve", "logits") and x.curve is not None and not x.root.fills
-    is_curve = is_curve and x.root.bias is None
-    if not isinstance(x.root, Logits) or x.stage != "probabilities" and not is_curve:
+    is_curve = is_curve and not x.root.biases
+    if not isinstance(x.root, Logits) or not (is_log or is_curve or x.stage == "probabilities"):
         raise NotCovered(f"attention is not recognised: {x.stage} changed by another value")
     return Weights(x)
 
@@ -53,30 +56,26 @@ def _changed(x: Scores, eqn: Any, operands: Any, other: Any = None, **changes: A
         raise NotCovered("attention is not recognised: weights are changed after their division")
     origins = weights.origins | origins_of(other)
     weights = dataclasses.replace(weights, origins=origins, **changes)
-    return x.then(eqn, operands, stage="weighted", weights=weights)
+    stage = _LOGARITHM if x.stage == _LOGARITHM else "weighted"
+    return x.then(eqn, operands, stage=stage, weights=weights)
 
 
 def _by_user(x: Scores, other: Any) -> jax.Array:
     """Returns a factor or mask of weights as [users, keys, *heads], with 1 in place of a size."""
     base, root = base_of(other), x.root
-    if not is_plain(other) and not isinstance(other, Lazy) or np.ndim(base) != len(x.labels):
+    if not is_plain(base) or np.ndim(base) != len(x.labels):
         raise NotCovered(f"attention is not recognised: {x.stage} changed by another value")
-    axis = other.axis if has_lineage(other) else -1
-    if axis >= 0 and (other.lineage is not root.lineage or x.labels[axis][0] != BATCH):
-        raise NotCovered("attention is not recognised: its weights are changed by another lookup")
-    kinds = (BATCH, KEY, HEAD)
-    for d, n in enumerate(base.shape):
-        kind = x.labels[d][0]
-        if n != 1 and (kind not in kinds or kind == BATCH and d != axis):
-            raise NotCovered("attention is not recognised: its weights are changed by candidate")
+    if reason := logit_masks.not_by_user(x, other, (KEY, HEAD)):
+        how = "another lookup" if reason.startswith("is not looked up") else "candidate"
+        raise NotCovered(f"attention is not recognised: its weights are changed by {how}")
     wanted = [(BATCH, 0), (KEY, 0), *((HEAD, n) for n in range(len(root.heads)))]
     return jnp.asarray(arranged_array(base, x.labels, wanted))
 
 
-def _mask(ctx: Context, x: Scores, value: Any) -> Mask:
+def _mask(ctx: Context, x: Scores, value: Any) -> Fill:
     base = _by_user(x, value)
     kept = base if base.dtype == np.bool_ else base != 0
-    return Mask(kept, proofs.source_of_mask(ctx, value, x.labels))
+    return Fill(0.0, kept=kept, source=proofs.source_of_mask(ctx, value, x.labels))
 
 
 def product(ctx: Context, eqn: Any, x: Any, y: Any) -> Any:
@@ -89,11 +88,11 @@ def product(ctx: Context, eqn: Any, x: Any, y: Any) -> Any:
     if isinstance(other, Scores) or not changes or not isinstance(at.root, Logits):
         return scores.scaled(ctx, eqn, x, y)
     number = constant(ctx, other)
-    if at.stage == "logits" and (number is not None or at.root.fills or at.root.bias is not None):
+    if at.stage == "logits" and (number is not None or at.root.fills or at.root.biases):
         return scores.scaled(ctx, eqn, x, y)
     if number is not None:
         return _scaled(at, eqn, (x, y), number)
-    cast = ctx.provenance.cast_mask(other)
+    cast = ctx.scope.cast_mask(other)
     whole = cast is not None and shape_of(other) == at.shape
     if at.stage == "exp":
         values = proofs.possible_values(ctx, other)
@@ -120,10 +119,10 @@ def select(ctx: Context, eqn: Any, which: Any, *cases: Any) -> Any:
         return _select_by_comparison(ctx, eqn, which, *cases)
     x = scores.only(cases)
     keeps, operands = x is cases[-1], (which, *cases)
-    stages = ("exp", "probabilities", "curve", "weighted", "log of probabilities")
+    stages = ("exp", "probabilities", "curve", "weighted", _LOGARITHM)
     if len(cases) != 2 or x.stage not in stages or not isinstance(x.root, Logits):
         return logit_masks.selected(ctx, eqn, which, *cases)
-    hidden = -math.inf if x.stage.startswith("log") else 0
+    hidden = -math.inf if x.stage == _LOGARITHM else 0
     if constant(ctx, cases[0] if keeps else cases[1]) != hidden:
         raise NotCovered(f"attention is not recognised: its {x.stage} are masked by a value")
     if x.stage == "exp":
@@ -131,12 +130,7 @@ def select(ctx: Context, eqn: Any, which: Any, *cases: Any) -> Any:
             raise NotCovered("attention is not recognised: its exp are masked by a value")
         return _masked_exponential(ctx, x, eqn, operands, which, True)
     mask = _mask(ctx, x, which)
-    mask = mask if keeps else Mask(~mask.kept, None)
-    if x.stage.startswith("log"):
-        weights = x.weights or Weights(x)
-        origins = weights.origins | origins_of(which)
-        weights = dataclasses.replace(weights, masks=(*weights.masks, mask), origins=origins)
-        return x.then(eqn, operands, weights=weights)
+    mask = mask if keeps else Fill(0.0, kept=~mask.kept)
     weights = _weights_of(x)
     # The select also hides NaN and infinity of the factors before it.
     factors = tuple(jnp.where(mask.kept, f, jnp.zeros((), f.dtype)) for f in weights.factors)
@@ -153,7 +147,7 @@ def _masked_exponential(
     if the maximum -inf is subtracted.
     """
     root = x.root
-    if root.bias is not None:
+    if root.biases:
         raise NotCovered("attention is not recognised: a bias, and masked exponentials")
     source = proofs.source_of_mask(ctx, mask, x.labels)
     same = [f for f in root.fills if proofs.same_source(f.source, source)]
@@ -196,7 +190,7 @@ def comparison(ctx: Context, eqn: Any, x: Any, y: Any) -> Any:
 
 def is_finite(ctx: Context, eqn: Any, x: Any) -> Any:
     """Marks where the maximum of the logits is finite."""
-    if x.stage != "max" or not isinstance(x.root, Logits) or x.root.bias is not None:
+    if x.stage != "max" or not isinstance(x.root, Logits) or x.root.biases:
         raise NotCovered(f"attention is not recognised: is_finite of its {x.stage}")
     return x.then(eqn, [x], stage="is finite")
 
@@ -319,11 +313,11 @@ def _over_bounded_sum(x: Scores, eqn: Any, y: Scores) -> Scores:
     if not known or any(f.value > -math.inf or f.added is not None for f in fills):
         raise NotCovered("attention is not recognised: a number is added to its sum")
     ones = (1,) * len(x.root.heads)
-    kept = tuple(Mask(f.kept.reshape(*f.kept.shape, *ones), f.source) for f in fills)
+    kept = [Fill(0.0, kept=f.kept.reshape(*f.kept.shape, *ones), source=f.source) for f in fills]
     divided = None if x.shifted else y.floor
     weights = Weights(
         probabilities,
-        masks=kept,
+        masks=tuple(kept),
         divided=divided,
         unnormalised=divided is not None,
         origins=x.root.mask_origins,
@@ -343,13 +337,13 @@ def difference(ctx: Context, eqn: Any, x: Any, y: Any) -> Any:
     """Subtracts the maximum, the logarithm of the sum or a bias from the logits."""
     if isinstance(x, Scores) and isinstance(y, Scores) and scores.belong(x, y):
         if (x.stage, y.stage) in (("shifted", "log of sum"), ("logits", "lse")):
-            return x.then(eqn, (x, y), stage="log of probabilities", shifted=True)
+            return x.then(eqn, (x, y), stage=_LOGARITHM, shifted=True)
         if (x.stage, y.stage) == ("logits", "max"):
             masked = isinstance(x.root, Logits) and all(f.value == -math.inf for f in x.root.fills)
             changes = {"sum_of_one": True, "emptied": y.emptied if masked else ""}
             return x.then(eqn, (x, y), stage="shifted", shifted=True, **changes)
     elif not isinstance(y, Scores) and x.stage == "logits":
-        return biases.added(eqn, (x, y), x, y, subtracts=True)
+        return logit_masks.biased(eqn, (x, y), x, y, subtracts=True)
     raise NotCovered("attention is not recognised: something is subtracted from its scores")
 
 
@@ -357,10 +351,59 @@ def exponential(ctx: Context, eqn: Any, x: Any) -> Any:
     """Takes the exponential of the logits; returns to the probabilities from their logarithm."""
     if x.stage in ("logits", "shifted"):
         return x.then(eqn, [x], stage="exp")
-    if x.stage != "log of probabilities":
+    if x.stage != _LOGARITHM:
         raise NotCovered(f"attention is not recognised: exp of its {x.stage}")
     probabilities = x.then(eqn, [x], stage="probabilities", weights=None)
     if x.weights is None:
         return probabilities
     weights = dataclasses.replace(x.weights, of=probabilities)
     return x.then(eqn, [x], stage="weighted", weights=weights)
+
+
+# Operations on the dimensions of scores: sums and maxima over keys, and layouts.
+
+
+def reduced(ctx: Context, eqn: Any, x: Any) -> Any:
+    """Takes the maximum of logits, or sums exponentials or probabilities, over all keys."""
+    axes = [int(a) for a in eqn.params["axes"]]
+    of_probabilities = x.stage == "weighted" and x.weights.of.stage == "probabilities"
+    stages = {("reduce_max", "logits"): "max", ("reduce_sum", "exp"): "sum"}
+    stages |= {("reduce_sum", "weighted"): "total"} if of_probabilities else {}
+    stage = stages.get((eqn.primitive.name, x.stage))
+    kinds = [x.labels[a][0] for a in axes]
+    if stage is None or kinds.count(KEY) != 1 or any(kind not in (KEY, ONE) for kind in kinds):
+        raise NotCovered(f"attention is not recognised: {eqn.primitive.name} of its {x.stage}")
+    labels = tuple(label for d, label in enumerate(x.labels) if d not in axes)
+    return x.then(eqn, [x], stage=stage, labels=labels)
+
+
+def transpose(ctx: Context, eqn: Any, x: Any) -> Any:
+    """Transposes the labels."""
+    return x.then(eqn, [x], labels=tuple(x.labels[d] for d in eqn.params["permutation"]))
+
+
+def broadcast(ctx: Context, eqn: Any, x: Any, *dynamic: Any) -> Any:
+    """Adds dimensions of size 1, or the dimension of keys to a maximum or sum."""
+    shape, dims = eqn.params["shape"], [int(d) for d in eqn.params["broadcast_dimensions"]]
+    if any(shape[t] != x.shape[d] for d, t in enumerate(dims)):
+        raise NotCovered("attention is not recognised: its scores are broadcast")
+    labels: list[Label] = [(ONE, 0)] * len(shape)
+    for d, target in enumerate(dims):
+        labels[target] = x.labels[d]
+    added = [t for t in range(len(shape)) if t not in dims and shape[t] != 1]
+    keys = x.root.key.shape[1]
+    if x.stage not in ("max", "sum") and added or any(shape[t] != keys for t in added):
+        raise NotCovered("attention is not recognised: its scores are broadcast")
+    return x.then(eqn, [x], labels=tuple(labels))
+
+
+def reshape(ctx: Context, eqn: Any, x: Any) -> Any:
+    """Reshapes by adding or removing dimensions of size 1."""
+    shape = tuple(eqn.outvars[0].aval.shape)
+    kept = [label for label, n in zip(x.labels, x.shape, strict=True) if n != 1]
+    if [n for n in x.shape if n != 1] != [n for n in shape if n != 1]:
+        raise NotCovered("attention is not recognised: its scores are reshaped")
+    ones = iter([label for label, n in zip(x.labels, x.shape, strict=True) if n == 1])
+    rest = iter(kept)
+    labels = tuple(next(rest) if n != 1 else next(ones, (ONE, 0)) for n in shape)
+    return x.then(eqn, [x], labels=labels)

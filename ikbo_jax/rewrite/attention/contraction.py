@@ -262,7 +262,7 @@ def _sum_of_products(ctx: Context, eqn: Any, left: bool, groups: Any) -> Any:
         if wide and not cost.on_gpu() and sums_before:
             # XLA multiplies by 16-bit weights that are transposed, but not to float32.
             wider = functools.partial(staged.cast, dtype=jnp.float32)
-            operands = tuple(blocks.of_bases(wider, x) for x in operands)
+            operands = tuple(lineage.of_bases(wider, x) for x in operands)
         term = product(ctx, eqn, *operands, preferred=wide, became="product by parts, then added")
         term = ctx.materialise(eqn, term, "sum with a value at candidate batch", copied=False)
         total = term if total is None else lax.add(total, term)
@@ -274,11 +274,11 @@ def _compress(
 ) -> Any:
     """Computes [M, K] · concat([B, K_user, N], [B, K_cand, N]) by an op; None if it is another."""
     (lhs_contract, rhs_contract), (lhs_batch, _) = dims_of(eqn)
-    contract = (lhs_contract if left else rhs_contract)[:1]
-    weight_contract = rhs_contract[0] if left else lhs_contract[0]
-    if not lineage.is_plain(weight) or lhs_batch or len(lhs_contract) != 1:
+    contract = lhs_contract if left else rhs_contract
+    (weight_contract, *_) = rhs_contract if left else lhs_contract
+    if not lineage.is_plain(weight) or lhs_batch or contract != [1] or whole.axis != 1:
         return None
-    if len(whole.shape) != 3 or np.ndim(weight) != 2 or contract != [whole.axis]:
+    if len(whole.shape) != 3 or np.ndim(weight) != 2:
         return None
     preferred = eqn.params["preferred_element_type"]
     dtypes = {jnp.dtype(x.dtype) for pair in groups for x in pair}
@@ -288,17 +288,10 @@ def _compress(
         return None
     if eqn.params["precision"] not in (None, (lax.Precision.DEFAULT, lax.Precision.DEFAULT)):
         return None
-    chain = _chain(ctx, groups)
-    if chain is None:
+    levels = _levels(ctx, groups, transposed=weight_contract != 1)
+    if levels is None:
         return None
-    batch_axis, terms = chain
-    if batch_axis != 0 or whole.axis != 1:
-        return None
-    levels: list[Term] = []
-    for part, piece, parent in terms:
-        rows = lineage.spread_axes(part, range(3))
-        piece = piece if weight_contract == 1 else piece.T
-        levels.append(Term(piece, lineage.base_of(rows), parent))
+    name = "linear_compression"
     if len(levels) == 2:
         (user, cand) = levels
         assert cand.parent is not None
@@ -306,41 +299,34 @@ def _compress(
             cand.weight, user.weight, cand.embedding, user.embedding, cand.parent
         )
     else:
-        out = multilevel_linear_compression(levels)
-    name = "linear_compression" if len(levels) == 2 else "multilevel_linear_compression"
+        name, out = "multilevel_linear_compression", multilevel_linear_compression(levels)
     ctx.recorder.saved(eqn, lineage.origins_of(whole), name, True)
     # out is [B, M, N]. The equation returns [B, N, M] if the weight is its second operand, and
     # [M, B, N] if it is the first.
     return staged.transpose(out, (0, 2, 1) if left else (1, 0, 2))
 
 
-def _chain(ctx: Context, groups: Any) -> tuple[int, list[tuple[Any, Any, Any]]] | None:
-    """Returns the groups as a chain of levels; None if they are none.
+def _levels(ctx: Context, groups: Any, *, transposed: bool) -> list[Term] | None:
+    """Returns parts looked up along axis 0 as a chain of levels, coarsest first, or None.
 
-    Returns:
-      The batch axis, and for every level, coarsest first, its part, its slice of the weight, and
-      the index into the rows of the next coarser level.
+    `groups` are the parts, each with its slice of the weight, which may be transposed.
     """
     lineages: dict[tuple[Lineage, ...], tuple[Any, Any]] = {}
-    axes = {part.axis for part, _ in groups if lineage.has_lineage(part)}
     for part, piece in groups:
         if lineage.is_only_broadcast(part):
             part = of_one_user(ctx, part, 0)
-            if axes - {0} or not lineage.has_lineage(part):
+            if not lineage.has_lineage(part):
                 return None
-            axes.add(0)
-        steps = part.lineage.steps if lineage.has_lineage(part) else ()
-        if steps in lineages:
+        is_looked_up = lineage.has_lineage(part)
+        steps = part.lineage.steps if is_looked_up else ()
+        if steps in lineages or is_looked_up and part.axis != 0:
             return None
         lineages[steps] = (part, piece)
-    if len(axes) != 1 or () not in lineages:
-        return None
     ordered = sorted(lineages, key=len, reverse=True)
-    if not all(
-        coarse[-len(fine) :] == fine or not fine for coarse, fine in itertools.pairwise(ordered)
-    ):
+    pairs = itertools.pairwise(ordered)
+    if ordered[-1] or not all(x[-len(y) :] == y or not y for x, y in pairs):
         return None
-    terms: list[tuple[Any, Any, Any]] = []
+    levels: list[Term] = []
     coarser: Any = None
     for steps in ordered:
         part, piece = lineages[steps]
@@ -349,6 +335,7 @@ def _chain(ctx: Context, groups: Any) -> tuple[int, list[tuple[Any, Any, Any]]] 
             # The index from a level's rows into the rows of the next coarser level.
             first, *rest = coarser[: len(coarser) - len(steps)]
             parent = functools.reduce(ctx.scope.compose, rest, first).index
-        terms.append((part, piece, parent))
+        rows = lineage.base_of(lineage.spread_axes(part, range(3)))
+        levels.append(Term(piece.T if transposed else piece, rows, parent))
         coarser = steps
-    return axes.pop(), terms
+    return levels

@@ -1,22 +1,32 @@
-"""Masks of attention's logits: put in by a select, or added as a bias."""
+"""Masks of attention's logits, put in by a select or added, and biases by user or position."""
 
 import contextlib
 import dataclasses
 import functools
 import math
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
-from ikbo_jax.rewrite.attention import biases
-from ikbo_jax.rewrite.attention.blocks import arranged_array, kept_by, unspread
+from ikbo_jax.rewrite.attention.blocks import Blocks, arranged_array, grouped, kept_by, unspread
 from ikbo_jax.rewrite.attention.masked_keys import LARGE
-from ikbo_jax.rewrite.attention.scores import BATCH, HEAD, KEY, QUERY, Fill, Logits, Scores, only
+from ikbo_jax.rewrite.attention.scores import (
+    BATCH,
+    DTYPES,
+    HEAD,
+    KEY,
+    QUERY,
+    Fill,
+    Logits,
+    Scores,
+    only,
+)
 from ikbo_jax.rewrite.facts import masks, proofs
 from ikbo_jax.rewrite.facts.proofs import constant
 from ikbo_jax.rewrite.interpret import Context
-from ikbo_jax.rewrite.values.lineage import Lazy, has_lineage, origins_of, spread
+from ikbo_jax.rewrite.values.lineage import Lazy, base_of, has_lineage, is_plain, origins_of, spread
 from ikbo_jax.rewrite.values.registry import NotCovered
 
 
@@ -35,18 +45,9 @@ def selected(ctx: Context, eqn: Any, which: Any, *cases: Any) -> Any:
     return scores.then(eqn, [which, *cases], root=root)
 
 
-class _Term(NamedTuple):
-    """Describes what is added to logits.
-
-    Attributes:
-      value: a bias, or a mask.
-      number: of a mask, the number below 0 that is added where it hides keys; 0 for a bias.
-      keeps: whether a mask keeps the keys at which it is True or other than 0, or hides them.
-    """
-
-    value: Any
-    number: float = 0.0
-    keeps: bool = False
+#: What is added to logits: a bias and 0; or a mask and the number below 0 that is added where it
+#: hides keys. And whether a mask keeps the keys at which it is True or other than 0, or hides them.
+_Term = tuple[Any, float, bool]
 
 
 def added(ctx: Context, eqn: Any, x: Any, y: Any) -> Any:
@@ -56,9 +57,9 @@ def added(ctx: Context, eqn: Any, x: Any, y: Any) -> Any:
     bias = y if scores is x else x
     if masks.few_numbers(ctx, bias) == {0.0} and scores.stage == "logits":
         return scores.then(eqn, operands)
-    whole = _Term(bias, _number_of_mask(ctx, bias))
+    whole = bias, _number_of_mask(ctx, bias), False
     terms = [whole] if isinstance(scores.root, Logits) else _terms(ctx, bias)
-    if len(terms) > 1 and any(term.number <= LARGE for term in terms):
+    if len(terms) > 1 and any(number <= LARGE for _, number, _ in terms):
         with contextlib.suppress(NotCovered):
             return functools.reduce(lambda x, y: _added(ctx, eqn, operands, x, y), terms, scores)
     return _added(ctx, eqn, operands, scores, whole)
@@ -73,33 +74,34 @@ def _number_of_mask(ctx: Context, bias: Any) -> float:
 def _terms(ctx: Context, bias: Any) -> list[_Term]:
     """Returns the terms of a sum; `where(mask, bias, -1e9)` is a sum of a bias and a mask."""
     if number := _number_of_mask(ctx, bias):
-        return [_Term(bias, number)]
+        return [(bias, number, False)]
     name, eqn, operands = ctx.made_by(bias)
     if name == "add":
         return [term for x in operands for term in _terms(ctx, x)]
     if name == "broadcast_in_dim" and len(inner := _terms(ctx, operands[0])) > 1:
-        return [x._replace(value=masks.moved(ctx, eqn, x.value)) for x in inner]
+        return [(masks.moved(ctx, eqn, x), number, keeps) for x, number, keeps in inner]
     if name == "select_n" and len(operands) == 3:
         mask, *cases = operands
         for rest, keeps in zip(cases[::-1], (True, False), strict=True):
             filled = constant(ctx, cases[0] if keeps else cases[1])
             if filled is not None and filled <= LARGE:
-                return [*_terms(ctx, rest), _Term(mask, filled, keeps)]
-    return [_Term(bias)]
+                return [*_terms(ctx, rest), (mask, filled, keeps)]
+    return [(bias, 0.0, False)]
 
 
 def _added(ctx: Context, eqn: Any, operands: Any, scores: Scores, term: _Term) -> Scores:
-    takes_masks = scores.root.bias is None or not isinstance(scores.root, Logits)
-    is_mask = term.number and takes_masks and not scores.root.fills
+    value, number, keeps = term
+    takes_masks = not scores.root.biases or not isinstance(scores.root, Logits)
+    is_mask = number and takes_masks and not scores.root.fills
     if not is_mask or scores.stage != "logits":
-        return biases.added(eqn, operands, scores, term.value)
-    fill = Fill(term.number, eqn.outvars[0].aval.dtype)
+        return biased(eqn, operands, scores, value)
+    fill = Fill(number, eqn.outvars[0].aval.dtype)
     try:
-        root = masked(ctx, scores, term.value, term.keeps, fill)
+        root = masked(ctx, scores, value, keeps, fill)
     except NotCovered as error:
         # A mask by head, or by query without intervals, may be a bias of positions.
         with contextlib.suppress(NotCovered):
-            return biases.added(eqn, operands, scores, term.value)
+            return biased(eqn, operands, scores, value)
         raise error from None
     return scores.then(eqn, operands, root=root)
 
@@ -113,11 +115,13 @@ def masked(ctx: Context, scores: Scores, mask: Any, keeps: bool, fill: Fill) -> 
     root = scores.root
     if not isinstance(root, Logits):
         return root.masked(ctx, scores, mask, keeps, fill)
-    factors = [(mask, keeps)]
-    if _not_by_user(scores, mask):
-        factors = masks.factors(ctx, mask, keeps)
-    by_user = [(x, keep) for x, keep in factors if not _not_by_user(scores, x)]
-    by_row = [(x, keep) for x, keep in factors if _not_by_user(scores, x)]
+
+    def differs(x: Any) -> str:
+        return not_by_user(scores, x, (KEY,)) if isinstance(x, Lazy) else "differs by candidate"
+
+    factors = masks.factors(ctx, mask, keeps) if differs(mask) else [(mask, keeps)]
+    by_user = [(x, keep) for x, keep in factors if not differs(x)]
+    by_row = [(x, keep, reason) for x, keep in factors if (reason := differs(x))]
     kept, lengths, seen, state = None, None, None, None
     users, keys = root.key.base.shape[:2]
     kinds = [label[0] for label in scores.labels]
@@ -133,9 +137,9 @@ def masked(ctx: Context, scores: Scores, mask: Any, keeps: bool, fill: Fill) -> 
             [x for x, _ in by_user],
             functools.partial(jnp.sum, kept, axis=1, dtype=jnp.int32),
         )
-    for x, keep in by_row:
+    for x, keep, reason in by_row:
         if not masks.is_interval(ctx, x, keep, dim):
-            reason = f"{_not_by_user(scores, x)}, not by intervals of keys"
+            reason = f"its mask {reason}, not by intervals of keys"
             raise NotCovered(f"attention is not recognised: {reason}")
         row = rows_of(unspread(ctx, x, keep), scores.labels, root.queries)
         seen = row if seen is None else seen & row
@@ -151,19 +155,19 @@ def masked(ctx: Context, scores: Scores, mask: Any, keeps: bool, fill: Fill) -> 
     return dataclasses.replace(root, fills=(*root.fills, fill), mask_origins=origins)
 
 
-def _not_by_user(scores: Scores, mask: Any) -> str:
-    """Says why a mask is not one by user and key; "" if it is."""
-    if not isinstance(mask, Lazy):
-        return "its mask differs by candidate"
-    if has_lineage(mask) and (
-        mask.lineage is not scores.root.lineage or scores.labels[mask.axis][0] != BATCH
-    ):
-        return "its mask is not looked up like its keys"
-    for d, n in enumerate(mask.base.shape):
-        if n != 1 and scores.labels[d][0] not in (BATCH, KEY):
-            return "its mask differs by query or head"
-        if n != 1 and scores.labels[d][0] == BATCH and d != mask.axis:
-            return "its mask differs by candidate"
+def not_by_user(scores: Scores, value: Any, kinds: Sequence[str]) -> str:
+    """Says why a value is not one by user and dimensions of these kinds alone; "" if it is."""
+    base, axis = base_of(value), value.axis if has_lineage(value) else -1
+    if axis >= 0 and (value.lineage is not scores.root.lineage or scores.labels[axis][0] != BATCH):
+        return "is not looked up like its keys"
+    if not is_plain(base) or np.ndim(base) != len(scores.labels):
+        return "differs by candidate"
+    for d, n in enumerate(np.shape(base)):
+        kind = scores.labels[d][0]
+        if n != 1 and kind not in (BATCH, *kinds):
+            return "differs by query or head"
+        if n != 1 and kind == BATCH and d != axis:
+            return "differs by candidate"
     return ""
 
 
@@ -174,11 +178,39 @@ def rows_of(x: Any, labels: Any, sizes: tuple[int, ...]) -> Any:
     """
     if any(n != 1 and label[0] == HEAD for n, label in zip(x.shape, labels, strict=True)):
         raise NotCovered("attention is not recognised: its mask differs by head")
-    queries = [(QUERY, n) for n in range(len(sizes))]
-    x = arranged_array(x, labels, [(BATCH, 0), *queries, (KEY, 0)])
-    batch, *own, keys = x.shape
-    if math.prod(own) != 1:
-        moves = np if isinstance(x, np.ndarray) else jnp
-        x = moves.broadcast_to(x, (batch, *sizes, keys))
-        own = list(sizes)
-    return x.reshape(batch, math.prod(own), keys)
+    return grouped(x, labels, [(QUERY, sizes)])
+
+
+def biased(
+    eqn: Any, operands: Sequence[Any], scores: Scores, bias: Any, *, subtracts: bool = False
+) -> Scores:
+    """Adds a bias to logits, which may have biases or added masks by user already.
+
+    The bias does not depend on the candidate. It is looked up like the keys, as a penalty of
+    recency or of padding, or belongs to positions alone, as ALiBi's. The op adds it to its scores.
+    """
+    root = scores.root
+    if scores.stage != "logits":
+        raise NotCovered(f"attention is not recognised: something is added to its {scores.stage}")
+    dtype = eqn.outvars[0].aval.dtype
+    if isinstance(root, Blocks):
+        if dtype not in DTYPES or bias.dtype != dtype:
+            raise NotCovered(f"attention is not recognised: biases of {bias.dtype} and {dtype}")
+        root = root.biased(scores, bias, subtracts=subtracts)
+        return scores.then(eqn, operands, root=root)
+    if reason := not_by_user(scores, bias, (KEY, HEAD, QUERY)):
+        raise NotCovered(f"attention is not recognised: a bias is added that {reason}")
+    base = -base_of(bias) if subtracts else base_of(bias)
+    base = grouped(base, scores.labels, [(HEAD, root.heads), (QUERY, root.queries)])
+    biases = [spread(base, (*base.shape[:3], root.key.shape[1])), *root.biases]
+    for fill in root.fills:
+        if fill.added is None or fill.seen is not None:
+            raise NotCovered("attention is not recognised: a bias is added to masked logits")
+        biases.append(jnp.where(fill.kept, 0, fill.value).astype(fill.added)[:, None, None])
+    if dtype not in DTYPES or any(x.dtype != dtype for x in biases):
+        raise NotCovered(f"attention is not recognised: biases of {biases[-1].dtype} and {dtype}")
+    total = sum(biases[1:], start=biases[0])
+    root = dataclasses.replace(
+        root, biases=(total,), fills=(), mask_origins=root.mask_origins | origins_of(bias)
+    )
+    return scores.then(eqn, operands, root=root)

@@ -26,7 +26,7 @@ import dataclasses
 import functools
 import math
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -34,8 +34,7 @@ import numpy as np
 from jax import lax
 
 from ikbo_jax.ops.attention import merge_attention
-from ikbo_jax.rewrite.attention.biases import with_nan
-from ikbo_jax.rewrite.attention.operands import ByRow, Operands, Visible, attend_by_row
+from ikbo_jax.rewrite.attention.operands import Operands, attend_by_row
 from ikbo_jax.rewrite.attention.scores import Fill, Logits, Scores
 from ikbo_jax.rewrite.facts.activations import Match
 from ikbo_jax.rewrite.interpret import Context
@@ -102,6 +101,24 @@ def attend(
     return _with_dims(root, out)
 
 
+def nan_rows(bias: jax.Array, fills: Sequence[Fill]) -> jax.Array:
+    """Marks the rows [users, heads or 1, queries or 1, 1] with kept keys whose bias makes them NaN.
+
+    A kept key has the bias NaN or infinity, or all kept keys have the bias -inf.
+    """
+    some = jnp.ones(bias.shape[:1], bool)
+    for fill in fills:
+        bias = jnp.where(fill.kept[:, None, None], bias, jnp.asarray(fill.value, bias.dtype))
+        some = some & jnp.any(fill.kept, axis=1)
+    largest = jnp.max(bias, axis=3, keepdims=True)
+    return ~jnp.isfinite(largest) & some[:, None, None, None]
+
+
+def with_nan(bias: jax.Array, fills: Sequence[Fill]) -> jax.Array:
+    """Adds NaN to the rows of a bias whose softmax is NaN, since the op gives 0 to rows of -inf."""
+    return bias + jnp.where(nan_rows(bias, fills), jnp.nan, 0.0).astype(bias.dtype)
+
+
 def renormalised(
     root: Logits, value: jax.Array, kept: jax.Array, divided: tuple[str, float], probabilities: bool
 ) -> jax.Array:
@@ -111,7 +128,7 @@ def renormalised(
       root: logits without other masks than one that `where` puts in; this keeps `kept`.
       value: [users, keys, *heads, width].
       kept: which keys have a weight.
-      divided: see `weighted.Weights`; its number is above 0.
+      divided: see `products.Weights`; its number is above 0.
       probabilities: whether the weights are probabilities of all keys, or exponentials.
     """
     operands = Operands.of(root, value)
@@ -340,10 +357,11 @@ def _by_row(ctx: Context, operands: Operands, fills: list[Fill]) -> jax.Array:
     kept, lengths = _all_kept(by_user) if by_user else (None, None)
     if len(by_user) != 1 or by_user[0].lengths is None:
         lengths = None
-    seen = [fill.seen for fill in fills if fill.seen is not None]
-    by_row = attend_by_row(operands, Visible(functools.reduce(operator.and_, seen), kept, lengths))
-    found = by_row.out if _keep_keys(fills) else _with_empty_rows(ctx, by_row, operands, fills)
-    return staged.reshape(found, staged.shape_of(operands.query))
+    seen = functools.reduce(operator.and_, [x.seen for x in fills if x.seen is not None])
+    rows, out, _, empty = attend_by_row(operands, seen, kept, lengths)
+    if not _keep_keys(fills):
+        out = _with_empty_rows(ctx, rows, out, empty, operands, fills)
+    return staged.reshape(out, staged.shape_of(operands.query))
 
 
 def _keep_keys(fills: list[Fill]) -> bool:
@@ -356,10 +374,14 @@ def _keep_keys(fills: list[Fill]) -> bool:
 
 
 def _with_empty_rows(
-    ctx: Context, by_row: ByRow, operands: Operands, fills: list[Fill]
+    ctx: Context,
+    rows: Operands,
+    out: jax.Array,
+    empty: jax.Array,
+    operands: Operands,
+    fills: list[Fill],
 ) -> jax.Array:
-    """Sets the rows that see no key to what the softmax of their masked logits gives them."""
-    rows, out, _, empty = by_row
+    """Sets the `empty` rows, which see no key, to what the softmax of masked logits gives them."""
     fill = fills[0]
     if any((x.value, x.added) != (fill.value, fill.added) for x in fills):
         raise NotCovered("attention is not recognised: masks with several numbers")

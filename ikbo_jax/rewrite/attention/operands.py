@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -53,7 +53,7 @@ class Operands(NamedTuple):
             staged.reshape(value, (users, keys, heads, width)),
             root.lineage.index,
             *root.scale_and_cap,
-            bias=None if root.bias is None else spread(root.bias, (users, *root.bias.shape[1:])),
+            bias=next((spread(x, (users, *x.shape[1:])) for x in root.biases), None),
         )
 
     def activated(
@@ -62,12 +62,14 @@ class Operands(NamedTuple):
         scale: float,
         output_scale: float,
         cap: float | None = None,
-        visible: Visible | None = None,
+        seen: Any = None,
+        kept: jax.Array | None = None,
     ) -> jax.Array:
-        """Attends with an activation instead of the softmax."""
+        """Attends with an activation instead of the softmax; see `intervals`."""
         (batch, queries), (users, keys) = self.query.shape[:2], self.key.shape[:2]
-        if visible is not None:
-            self, *ends = self.intervals(visible)
+        mask = None
+        if seen is not None or kept is not None:
+            self, *ends = self.intervals(seen, kept)
             rows = [staged.reshape(spread(x, (batch, queries)), (batch * queries, 1)) for x in ends]
             mask = masks.intervals(*rows)
         query, key, value = (
@@ -86,7 +88,7 @@ class Operands(NamedTuple):
             q_to_kv=self.users,
             max_seqlen_q=queries,
             max_seqlen_kv=keys,
-            mask=None if visible is None else mask,
+            mask=mask,
         )
         return staged.reshape(out, staged.shape_of(self.query))
 
@@ -96,32 +98,20 @@ class Operands(NamedTuple):
                 lengths = jnp.full(self.key.shape[0], self.key.shape[1], jnp.int32)
             found, lse = self.attend_with_lse(lengths)
             return jnp.where(jnp.isfinite(lse)[..., None], found, jnp.zeros((), found.dtype))
-        return attention(
-            *self[:4],
-            scale=self.scale,
-            logit_cap=self.cap,
-            bias=self.bias,
-            key_value_seq_lengths=lengths,
-        )
+        return self._attention(key_value_seq_lengths=lengths)
 
     def attend_with_lse(
-        self,
-        lengths: jax.Array | None,
-        ranges: jax.Array | None = None,
-        own_key: jax.Array | None = None,
-        own_value: jax.Array | None = None,
+        self, lengths: jax.Array | None, **options: Any
     ) -> tuple[jax.Array, jax.Array]:
-        return attention(
-            *self[:4],
-            scale=self.scale,
-            logit_cap=self.cap,
-            bias=self.bias,
-            key_value_seq_lengths=lengths,
-            key_value_ranges=ranges,
-            self_key=own_key,
-            self_value=own_value,
-            return_residuals=True,
+        """Also returns lse; `options` are arguments of `ikbo_jax.attention`."""
+        found: tuple[jax.Array, jax.Array] = self._attention(
+            key_value_seq_lengths=lengths, return_residuals=True, **options
         )
+        return found
+
+    def _attention(self, **options: Any) -> Any:
+        scale, cap, bias = self.scale, self.cap, self.bias
+        return attention(*self[:4], scale=scale, logit_cap=cap, bias=bias, **options)
 
     def ordered(self, first: jax.Array) -> Operands:
         """Moves the keys where `first` [users, keys] is true to the front."""
@@ -137,66 +127,51 @@ class Operands(NamedTuple):
         rows = jnp.expand_dims(take_rows(x, self.users, 0), 1)
         return jnp.broadcast_to(rows, (*self.query.shape[:2], *x.shape[1:]))
 
-    def intervals(self, visible: Visible) -> tuple[Operands, jax.Array, jax.Array]:
+    def intervals(
+        self, seen: Any, kept: jax.Array | None, lengths: jax.Array | None = None
+    ) -> tuple[Operands, jax.Array, jax.Array]:
         """Returns the keys that users keep, and the interval of them that each query sees.
+
+        Args:
+          seen: [batch or 1, queries or 1, keys] bool, an interval of keys in each row; None: all.
+          kept: [users, keys] bool; None: all.
+          lengths: [users] int32 if `kept` is the first `lengths` keys; else None.
 
         Returns:
           The operands, and begins and ends of intervals, [batch, queries or 1] int32.
         """
         batch, (_, size, *_) = self.query.shape[0], self.key.shape
-        if visible.seen is None:
+        if seen is None:
             begin = jnp.zeros((batch, 1), jnp.int32)
             end = jnp.full((batch, 1), size, jnp.int32)
         else:
             # A mask that is equal for all keys may have one of them.
-            seen = jnp.asarray(visible.seen)
+            seen = jnp.asarray(seen)
             seen = spread(seen, (batch, seen.shape[1], size))
             begin = jnp.argmax(seen, axis=2).astype(jnp.int32)
             end = begin + jnp.sum(seen, axis=2, dtype=jnp.int32)
-        if visible.lengths is not None:
-            return self, begin, jnp.minimum(end, take_rows(visible.lengths, self.users, 0)[:, None])
-        if visible.kept is None:
+        if lengths is not None:
+            return self, begin, jnp.minimum(end, take_rows(lengths, self.users, 0)[:, None])
+        if kept is None:
             return self, begin, end
         # Among the kept keys alone, those that a query sees follow each other, too.
-        before = jnp.cumsum(jnp.pad(visible.kept, ((0, 0), (1, 0))), axis=1, dtype=jnp.int32)
+        before = jnp.cumsum(jnp.pad(kept, ((0, 0), (1, 0))), axis=1, dtype=jnp.int32)
         users = self.users[:, None]
         begin, end = (before.at[users, x].get(mode="promise_in_bounds") for x in (begin, end))
-        return self.ordered(visible.kept), begin, end
+        return self.ordered(kept), begin, end
 
 
-class Visible(NamedTuple):
-    """Says which of its user's keys a query sees: those that all of the attributes keep.
+def attend_by_row(
+    operands: Operands, seen: Any, kept: jax.Array | None, lengths: jax.Array | None = None
+) -> tuple[Operands, jax.Array, jax.Array, jax.Array]:
+    """Attends from every query to the keys that it sees; see `Operands.intervals`.
 
-    Attributes:
-      seen: [batch or 1, queries or 1, keys] bool, an interval of keys in each row; None: all.
-      kept: [users, keys] bool; None: all.
-      lengths: [users] int32 if `kept` is the first `lengths` keys; else None.
+    Returns:
+      Operands whose batch rows are rows of equal intervals; for these, the result, 0 for a query
+      that sees nothing, and lse [batch, queries, heads], -inf for such a query; and whether a row's
+      queries see nothing, [batch].
     """
-
-    seen: jax.Array | None
-    kept: jax.Array | None = None
-    lengths: jax.Array | None = None
-
-
-class ByRow(NamedTuple):
-    """Holds an attention whose queries see an interval of keys each.
-
-    Attributes:
-      operands: their batch rows are rows of equal intervals.
-      out: [batch, queries, heads, width], 0 for a query that sees nothing.
-      lse: [batch, queries, heads], -inf for such a query.
-      empty: [batch], whether a row's queries see nothing.
-    """
-
-    operands: Operands
-    out: jax.Array
-    lse: jax.Array
-    empty: jax.Array
-
-
-def attend_by_row(operands: Operands, visible: Visible) -> ByRow:
-    """Attends from every query to the keys that it sees."""
-    rows, begin, end = operands.intervals(visible)
+    rows, begin, end = operands.intervals(seen, kept, lengths)
     if begin.shape[1] != 1:
         # Every query is a batch row.
         batch, queries, *rest = staged.shape_of(rows.query)
@@ -204,5 +179,5 @@ def attend_by_row(operands: Operands, visible: Visible) -> ByRow:
         query = staged.reshape(rows.query, (batch * queries, 1, *rest))
         rows = rows._replace(query=query, users=users)
     begin, end = (staged.reshape(x, rows.users.shape) for x in (begin, end))
-    out, lse = rows.attend_with_lse(None, jnp.stack([begin, end], axis=1))
-    return ByRow(rows, out, lse, begin >= end)
+    ranges = jnp.stack([begin, end], axis=1)
+    return rows, *rows.attend_with_lse(None, key_value_ranges=ranges), begin >= end

@@ -15,8 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
-from ikbo_jax.rewrite.attention import contraction, products, score_axes
-from ikbo_jax.rewrite.attention.blocks import Blocks, of_bases
+from ikbo_jax.rewrite.attention import changed_weights, contraction, products
+from ikbo_jax.rewrite.attention.blocks import Blocks
 from ikbo_jax.rewrite.attention.scores import BATCH, KEY, QUERY, Scores
 from ikbo_jax.rewrite.facts import known, masks
 from ikbo_jax.rewrite.interpret import Context
@@ -32,6 +32,7 @@ from ikbo_jax.rewrite.values.lineage import (
     has_lineage,
     is_plain,
     lazy,
+    of_bases,
 )
 from ikbo_jax.rewrite.values.registry import NotCovered, rule_of
 
@@ -102,7 +103,7 @@ def reshape(ctx: Context, eqn: Any, x: Scores) -> Any:
     flattens = len(rest) == 2 and 1 not in rest and shape == (batch, rest[0] * rest[1])
     if (found := _masked_product(ctx, x) if flattens else None) is not None:
         return Pairs(x, found[0], np.broadcast_to(found[1], (1, *rest)).reshape(-1))
-    return score_axes.reshape(ctx, eqn, x)
+    return changed_weights.reshape(ctx, eqn, x)
 
 
 def _masked_product(ctx: Context, x: Scores) -> tuple[Scores, np.ndarray] | None:
@@ -192,7 +193,7 @@ def reduce_sum(ctx: Context, eqn: Any, x: Scores) -> Any:
         base = base_of(operands[0] if pair[0] is operands[1] else operands[1])
         if is_plain(base) and np.shape(base) == (1, *x.shape[1:]):
             return _weighted(ctx, eqn, pair[0], staged.reshape(base, x.shape[1:]))
-    return score_axes.reduced(ctx, eqn, x)
+    return changed_weights.reduced(ctx, eqn, x)
 
 
 def _weighted(ctx: Context, eqn: Any, x: Scores, weights: jax.Array) -> Any:
@@ -201,8 +202,7 @@ def _weighted(ctx: Context, eqn: Any, x: Scores, weights: jax.Array) -> Any:
     So do field-weighted factorisation machines. Users' fields are multiplied with the weights at
     user batch, also for pairs of a user's and a candidate's field.
     """
-    sides = _sides(ctx, x.root)[:: -1 if x.labels[1] == (KEY, 0) else 1]
-    (rows, _, _), (columns, _, _) = sides
+    sides = (rows, _, _), (columns, _, _) = _sides(ctx, x)
     if len(rows) * len(columns) > _MOST_BLOCKS or weights.dtype != x.root.key.dtype:
         raise NotCovered("weighted products of fields of many lookups")
     at = [[np.flatnonzero(group == n) for n in range(len(values))] for values, group, _ in sides]
@@ -237,13 +237,10 @@ def _product(
     return contraction.product(ctx, eqn, lhs, rhs, preferred)
 
 
-def _sides(ctx: Context, root: Blocks) -> list[tuple[list[Any], np.ndarray, np.ndarray]]:
+def _sides(ctx: Context, scores: Scores) -> list[tuple[list[Any], np.ndarray, np.ndarray]]:
     """Returns, for rows and columns, a value a lineage, and each field's value and position."""
-    sides = []
-    pieces = [
-        x.pieces() if isinstance(x, Concat) else [(x, 0, x.shape[1])]
-        for x in (root.query, root.key)
-    ]
+    both, sides = (scores.root.query, scores.root.key), []
+    pieces = [x.pieces() if isinstance(x, Concat) else [(x, 0, x.shape[1])] for x in both]
     fields: dict[Any, int] = {}
     for part, start, stop in (*pieces[0], *pieces[1]):
         if has_lineage(part):
@@ -251,7 +248,7 @@ def _sides(ctx: Context, root: Blocks) -> list[tuple[list[Any], np.ndarray, np.n
     # Of fields that are looked up each by its own index, only the users' stay lookups.
     most = max(fields, key=lambda x: fields[x], default=None)
     is_one = len(fields) ** 2 > _MOST_BLOCKS
-    for x, of_side in zip((root.query, root.key), pieces, strict=True):
+    for x, of_side in zip(both, pieces, strict=True):
         groups: dict[Any, list[tuple[Any, int]]] = {}
         for part, start, _ in of_side:
             if is_one and has_lineage(part) and part.lineage is not most:
@@ -270,7 +267,8 @@ def _sides(ctx: Context, root: Blocks) -> list[tuple[list[Any], np.ndarray, np.n
             same = [part for part, _ in found]
             values.append(same[0] if len(same) == 1 else of_one_lineage(same, 1))
         sides.append((values, group, offset))
-    return sides
+    # In the order of the scores, so that neighbouring pairs are slices.
+    return sides[:: -1 if scores.labels[1] == (KEY, 0) else 1]
 
 
 def _chosen(ctx: Context, scores: Scores, pairs: np.ndarray, kept: np.ndarray | None = None) -> Any:
@@ -279,10 +277,7 @@ def _chosen(ctx: Context, scores: Scores, pairs: np.ndarray, kept: np.ndarray | 
     Products that are not `kept` [count] are 0.
     """
     kept = np.ones(len(pairs), bool) if kept is None else kept
-    root: Any = scores.root
-    # In the order of the scores, so that neighbouring pairs are slices.
-    sides = _sides(ctx, root)[:: -1 if scores.labels[1] == (KEY, 0) else 1]
-    (rows, row_group, row_at), (columns, column_group, column_at) = sides
+    (rows, row_group, row_at), (columns, column_group, column_at) = _sides(ctx, scores)
     groups = list(
         zip(row_group[pairs[:, 0]].tolist(), column_group[pairs[:, 1]].tolist(), strict=True)
     )
@@ -357,8 +352,6 @@ def _block(ctx: Context, scores: Scores, rows: Any, columns: Any) -> Any:
     aval = dot.outvars[0].aval.update(shape=(batch, m, n))
     dot = dot.replace(outvars=[core.Var(aval)], params={**dot.params, "dimension_numbers": numbers})
     product = contraction.product(ctx, dot, rows, columns)
-    if is_plain(product):
-        return staged.reshape(product, (batch, m * n))
     if not isinstance(product, Lazy) or product.axis != 0:
         return staged.reshape(ctx.build(product), (batch, m * n))
     base = staged.reshape(product.base, (product.base.shape[0], m * n))

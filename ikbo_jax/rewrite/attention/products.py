@@ -5,10 +5,16 @@ It is not computed but represented by `Scores`, which pass through scale, mask, 
 At the product of the probabilities with the looked-up values, one call of `ikbo.attention` replaces
 all of these equations; with an activation instead of the softmax, one call of `ikbo.gdpa`. If any
 other equation uses the scores, they are computed as the program is written.
+
+The program may change the weights after the softmax. Factors and masks by user and key apply to the
+values, at user batch. Weights over their sum need the sum of the exponentials, which the op returns
+as its lse.
 """
 
 import dataclasses
+import functools
 import math
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -16,16 +22,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ikbo_jax.rewrite.attention import (
-    block_attention,
-    blocks,
-    masked_keys,
-    pointwise,
-    weighted_values,
-)
+from ikbo_jax.rewrite.attention import block_attention, blocks, masked_keys, pointwise
 from ikbo_jax.rewrite.attention.scores import (
     DTYPES,
     WIDTH,
+    Fill,
     Label,
     Logits,
     Scores,
@@ -34,12 +35,38 @@ from ikbo_jax.rewrite.attention.scores import (
     only,
     order_of_values,
 )
-from ikbo_jax.rewrite.facts import activations, curves
+from ikbo_jax.rewrite.facts import activations, curves, proofs
 from ikbo_jax.rewrite.interpret import Context
 from ikbo_jax.rewrite.rules.elementwise import of_one_user
 from ikbo_jax.rewrite.values import lineage, staged
 from ikbo_jax.rewrite.values.lineage import Lazy
 from ikbo_jax.rewrite.values.registry import NotCovered
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Weights:
+    """Describes attention weights after the softmax or the activation.
+
+    Attributes:
+      of: the probabilities or the curve that the weights are computed from.
+      scale: a factor of all weights.
+      factors: arrays [users, keys, *heads], with 1 in place of a size, that multiply the weights.
+      masks: where the weights become 0.
+      nan_is_zero: whether weights that are NaN become 0.
+      divided: None; or ("add", e) if the weights are divided by their sum plus e; or ("max", e) if
+        they are divided by the larger of their sum and e.
+      unnormalised: whether `divided` counts for the exponentials instead of the probabilities.
+      origins: the broadcasts that factors and masks stem from.
+    """
+
+    of: Scores
+    scale: float = 1.0
+    factors: tuple[jax.Array, ...] = ()
+    masks: tuple[Fill, ...] = ()
+    nan_is_zero: bool = False
+    divided: tuple[str, float] | None = None
+    unnormalised: bool = False
+    origins: frozenset = frozenset()
 
 
 def start(
@@ -121,27 +148,24 @@ def _shared(ctx: Context, x: Any, batch: Any, other: Any, other_batch: Any) -> A
 def dot_general(ctx: Context, eqn: Any, lhs: Any, rhs: Any) -> Any:
     """Multiplies probabilities or activated scores with looked-up values: the last product."""
     scores = only((lhs, rhs))
+    side, value = (0, rhs) if scores is lhs else (1, lhs)
     if isinstance(scores.root, blocks.Blocks):
         if scores.stage not in ("probabilities", "logits", "elementwise"):
             raise NotCovered(f"attention is not recognised: product with its {scores.stage}")
         if not has_default_precision(eqn):
             raise NotCovered("attention is not recognised: its product sets a precision")
-        return block_attention.product(ctx, eqn, lhs, rhs, scores, pointwise.PointwiseCall)
-    changed: weighted_values.Weights | None = scores.weights if scores.stage == "weighted" else None
-    activation = _activation(ctx, scores, scores if changed is None else changed.of)
+        is_softmax = scores.stage == "probabilities"
+        kind = block_attention.Call if is_softmax else pointwise.PointwiseCall
+        return block_attention.product(ctx, eqn, scores, side, value, kind)
+    is_changed = scores.stage == "weighted"
+    weights: Weights = scores.weights if is_changed else Weights(scores)
+    activation = _activation(ctx, scores, weights.of)
     if not has_default_precision(eqn):
         raise NotCovered("attention is not recognised: its product sets a precision")
-    side = 0 if scores is lhs else 1
     root = scores.root
-    value, base = _values(eqn, scores, side, (rhs, lhs)[side])
-    if changed is not None:
-        out = weighted_values.attend(ctx, changed, base, activation)
-    elif activation is None:
-        out = masked_keys.attend(ctx, scores, base)
-    else:
-        out = masked_keys.attend_activated(root, base, activation)
-    origins = lineage.origins_of(root.key, value) | root.mask_origins
-    origins |= changed.origins if changed is not None else frozenset()
+    value, base = _values(eqn, scores, side, value)
+    out = attend(ctx, weights, base, activation)
+    origins = lineage.origins_of(root.key, value) | root.mask_origins | weights.origins
     op = "attention" if activation is None else "gdpa"
     ctx.recorder.saved(eqn, origins, op, True)
     have: list[Label] = [*root.labels[:-1], WIDTH]
@@ -160,9 +184,8 @@ def _activation(ctx: Context, scores: Scores, unchanged: Scores) -> activations.
         raise NotCovered(f"attention is not recognised: product with its {scores.stage}")
     if activation is not None and not activation.same_slope:
         if ctx.differentiated:
-            raise NotCovered(
-                f"attention is not recognised: {activation.activation} with another slope"
-            )
+            reason = f"{activation.activation} with another slope"
+            raise NotCovered(f"attention is not recognised: {reason}")
         ctx.gradient_differs()
     return activation
 
@@ -190,3 +213,83 @@ def _values(eqn: Any, scores: Scores, side: int, value: Any) -> tuple[Any, jax.A
         if jnp.finfo(x.dtype).eps < jnp.finfo(dtype).eps:
             raise NotCovered(f"attention is not recognised: {x.dtype} values of {dtype} logits")
     return value, base.astype(dtype)
+
+
+def attend(ctx: Context, weights: Weights, value: jax.Array, activation: Any) -> jax.Array:
+    """Multiplies values [users, keys, *heads, width] with weights.
+
+    Its shape is [batch, *queries, *heads, width]. `activation` is an `activations.Match` if the
+    weights are computed from a curve.
+    """
+    root = weights.of.root
+    for factor in weights.factors:
+        if value.dtype != jnp.float32 or factor.dtype != jnp.float32:
+            raise NotCovered("attention is not recognised: weights of 16 bits are scaled")
+        value = value * factor[..., None]
+    masks, unmasked = [mask.kept for mask in weights.masks], value
+    kept = functools.reduce(operator.and_, masks) if masks else None
+    if kept is not None:
+        # As a weight of 0 times the value, in value and gradient, also if these are NaN.
+        value = value * kept[..., None].astype(value.dtype)
+    nan, by_user = None, all(fill.seen is None for fill in root.fills)
+    if root.biases and masks and by_user and not weights.nan_is_zero:
+        # The weights of such rows are NaN and 0, and the gradients of their logits are NaN.
+        (bias,) = root.biases
+        nan = masked_keys.nan_rows(bias, root.fills)
+        root = dataclasses.replace(root, biases=(jnp.where(nan, 0, bias),))
+        weights = dataclasses.replace(weights, of=dataclasses.replace(weights.of, root=root))
+    if activation is not None:
+        if kept is not None:
+            # A key that is hidden may be NaN.
+            key = jnp.where(kept[..., None], root.key.base, jnp.zeros((), root.key.dtype))
+            root = dataclasses.replace(root, key=dataclasses.replace(root.key, base=key))
+        out = masked_keys.attend_activated(root, value, activation)
+    else:
+        nan_remains = weights.divided is not None and weights.divided[1] == 0
+        out = _attend(ctx, weights, unmasked if nan_remains else value, kept)
+        if nan is not None:
+            ctx.run_original_if(jnp.any(nan))
+    return out if weights.scale == 1 else (out * weights.scale).astype(out.dtype)
+
+
+def _attend(ctx: Context, weights: Weights, value: jax.Array, kept: jax.Array | None) -> jax.Array:
+    root, fills = weights.of.root, weights.of.root.fills
+    users, keys = value.shape[:2]
+    if kept is not None and any(n != 1 for n in kept.shape[2:]):
+        if fills or weights.divided:
+            raise NotCovered("attention is not recognised: its weights are masked by head")
+        kept = None
+    if kept is not None:
+        kept = jnp.broadcast_to(kept.reshape(kept.shape[:2]), (users, keys))
+    if weights.divided is None:
+        return masked_keys.attend(ctx, weights.of, value, kept, weights.nan_is_zero)
+    if any(fill.seen is not None for fill in fills):
+        raise NotCovered("attention is not recognised: weights over their sum")
+    if kept is None and not weights.unnormalised or weights.factors or weights.nan_is_zero:
+        raise NotCovered("attention is not recognised: weights over their sum")
+    if weights.unnormalised:
+        kept = jnp.ones((users, keys), jnp.bool_) if kept is None else kept
+        return masked_keys.renormalised(root, value, kept, weights.divided, False)
+    assert kept is not None
+    of = weights.of
+    if weights.divided[1] == 0 or fills:
+        same = len(fills) == 1 and all(
+            proofs.same_source(fills[0].source, mask.source) for mask in weights.masks
+        )
+        if fills and (not same or fills[0].added is not None):
+            raise NotCovered("attention is not recognised: weights over their sum")
+    if weights.divided[1] == 0:
+        fill = Fill(-math.inf, kept=kept, lengths=fills[0].lengths if fills else None)
+        masked = dataclasses.replace(root, fills=(fill,))
+        out = masked_keys.attend(ctx, dataclasses.replace(of, root=masked), value)
+        for bias in root.biases:
+            # 0 over a sum of 0 also makes the gradients of hidden keys NaN.
+            ctx.run_original_if(jnp.any(masked_keys.nan_rows(bias, masked.fills)))
+        return out
+    if fills and fills[0].value <= masked_keys.LARGE:
+        # The sum of a row is 1, or 0.
+        how, number = weights.divided
+        out = masked_keys.attend(ctx, of, value, kept)
+        total = 1 + number if how == "add" else max(1.0, number)
+        return out if total == 1 else (out / total).astype(out.dtype)
+    return masked_keys.renormalised(root, value, kept, weights.divided, True)

@@ -23,8 +23,8 @@ from ikbo_jax.rewrite.interpret import Context, shape_of
 from ikbo_jax.rewrite.rules import any_shape
 from ikbo_jax.rewrite.rules.elementwise import ELEMENTWISE
 from ikbo_jax.rewrite.values import staged
-from ikbo_jax.rewrite.values.lineage import Deferred, transposed
-from ikbo_jax.rewrite.values.registry import NotCovered, Rule, rule_of
+from ikbo_jax.rewrite.values.lineage import Deferred, of_bases, transposed
+from ikbo_jax.rewrite.values.registry import NotCovered, rule_of
 
 # Kinds of dimensions of the scores. Queries and keys share the heads; all remaining dimensions of
 # the queries are of the kind QUERY.
@@ -39,14 +39,15 @@ DTYPES = tuple(map(jnp.dtype, arguments.DTYPES))
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Fill:
-    """Holds a mask of logits, and its number.
+    """Holds a mask of logits, and its number; or a mask of weights, whose number is 0.
 
     Attributes:
       value: the number that replaces masked logits, or is added to them, as the softmax sees it.
       added: the dtype of the addition; None if `where` put the number in.
       after: the factor by which the sum was multiplied after the addition.
       kept: False where a logit is masked. Of `Logits`, [users, keys], or None if only `seen` masks
-        logits; of `Blocks`, [batch, *queries, *heads, keys], where sizes may be 1.
+        logits; of `Blocks`, [batch, *queries, *heads, keys], where sizes may be 1; of `Weights`,
+        [users, keys, *heads], where heads may be 1.
       state: `known_mask` of the whole mask: of `Blocks`, of the dimensions of `kept`; of `Logits`,
         with `seen`, [batch or 1, queries or 1, keys].
       lengths: [users] int32 if `kept` is proven to be the first `lengths` keys; else None.
@@ -84,9 +85,9 @@ class Root:
       fills: the masks in program order; where two of them mask, the later one prevails.
       mask_origins: the broadcasts that the masks stem from.
       cap: None, or the factor of the hyperbolic tangent of the product.
-      bias: None; or what is added to the scaled and capped product, before the masks: of `Logits`,
-        [users or 1, heads or 1, queries or 1, keys]; of `Blocks`, values [batch, *queries,
-        *heads, keys], where sizes may be 1.
+      biases: what is added to the scaled and capped product, before the masks: of `Logits`, at most
+        one array [users or 1, heads or 1, queries or 1, keys]; of `Blocks`, values [batch,
+        *queries, *heads, keys], where sizes may be 1.
     """
 
     query: Any
@@ -97,7 +98,7 @@ class Root:
     fills: tuple[Fill, ...] = ()
     mask_origins: frozenset = frozenset()
     cap: float | None = None
-    bias: Any = None
+    biases: tuple[Any, ...] = ()
 
     @property
     def labels(self) -> list[Label]:
@@ -109,7 +110,7 @@ class Root:
     @property
     def is_only_scaled(self) -> bool:
         """Whether the root is a scaled product alone."""
-        return not self.fills and self.cap is None and self.bias is None
+        return not self.fills and self.cap is None and not self.biases
 
     @property
     def scale_and_cap(self) -> tuple[float, float | None]:
@@ -128,10 +129,6 @@ class Logits(Root):
     def lineage(self) -> Any:
         return self.key.lineage
 
-    def scaled_bias(self, factor: float) -> Any:
-        """Returns the bias times a number."""
-        return self.bias * jnp.asarray(factor, self.bias.dtype)
-
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Scores(Deferred):
@@ -148,7 +145,7 @@ class Scores(Deferred):
       shifted: whether the maximum was subtracted before the exponential.
       equation: the product of the logits.
       made: the producing equation and its operands; None for a product.
-      weights: how probabilities or a curve were changed, as `weighted.Weights`; None if they were
+      weights: how probabilities or a curve were changed, as `products.Weights`; None if they were
         not.
       floor: ("add", e) for a sum plus e; ("max", e) for the larger of a sum and e.
       sum_of_one: whether the exponentials of every row with kept keys have a sum of at least 1.
@@ -225,21 +222,25 @@ class Scores(Deferred):
 def _is_elementwise(eqn: Any, operands: Any) -> bool:
     """Whether an equation computes element by element with scores of concatenated tokens."""
     scores = [x for x in operands if isinstance(x, Scores)]
-    first = scores[0]
-    if isinstance(first.root, Logits) or len(eqn.outvars) != 1:
+    if isinstance(scores[0].root, Logits) or len(eqn.outvars) != 1:
         return False
-    same = all(
+    if not _of_one_product(scores) or any(x.stage not in ("logits", "elementwise") for x in scores):
+        return False
+    # A custom_jvp function may do anything to the rows of its operand.
+    if eqn.primitive.name == "custom_jvp_call":
+        return len(operands) == 1 and any_shape.is_elementwise_jvp(eqn)
+    return eqn.primitive.name in ELEMENTWISE
+
+
+def _of_one_product(scores: Sequence[Scores]) -> bool:
+    """Whether scores are computed from one product, with the same dimensions."""
+    first = scores[0]
+    return all(
         x.labels == first.labels
         and x.root.query is first.root.query
         and x.root.key is first.root.key
-        and x.stage in ("logits", "elementwise")
         for x in scores
     )
-    name = eqn.primitive.name
-    # A custom_jvp function may do anything to the rows of its operand.
-    if name == "custom_jvp_call":
-        return same and len(operands) == 1 and any_shape.is_elementwise_jvp(eqn)
-    return same and name in ELEMENTWISE
 
 
 def _curve_of(ctx: Context, eqn: Any, operands: Any) -> Curve | None:
@@ -249,19 +250,16 @@ def _curve_of(ctx: Context, eqn: Any, operands: Any) -> Curve | None:
     if jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.integer):
         return None
     scores = [x for x in operands if isinstance(x, Scores)]
-    first = scores[0]
     for x in scores:
-        same = x.root.query is first.root.query and x.root.key is first.root.key
-        if not same or x.labels != first.labels or x.root.fills or x.curve is None:
+        if x.curve is None or x.root.fills or x.root.biases:
             return None
-        if x.root.bias is not None:
-            return None
+    if not _of_one_product(scores):
+        return None
     arguments: list[Any] = []
     for x in operands:
-        number = None if isinstance(x, Scores) else constant(ctx, x)
-        if number is None and not isinstance(x, Scores):
+        arguments.append(x.curve if isinstance(x, Scores) else constant(ctx, x))
+        if arguments[-1] is None:
             return None
-        arguments.append(x.curve if isinstance(x, Scores) else number)
     return curves.then(eqn, arguments)
 
 
@@ -343,8 +341,15 @@ def labels_of_product(eqn: Any, scores: Scores, side: int) -> list[Label]:
     ]
 
 
+#: Equations that keep scores of one stage alone: a sum is never negative, and the gradient of a
+#: maximum cancels in the softmax.
+_KEEP_ONE_STAGE = {"abs": "sum", "stop_gradient": "max"}
+
+
 def kept(ctx: Context, eqn: Any, x: Any) -> Any:
     """Keeps the scores."""
+    if x.stage != _KEEP_ONE_STAGE.get(eqn.primitive.name, x.stage):
+        raise NotCovered(f"attention is not recognised: {eqn.primitive.name} of its {x.stage}")
     return x.then(eqn, [x])
 
 
@@ -354,8 +359,7 @@ def cast(ctx: Context, eqn: Any, x: Any) -> Any:
     if dtype not in DTYPES:
         raise NotCovered(f"attention is not recognised: its scores are cast to {dtype}")
     root = _with_fills(x.root, dtype, 1.0) if x.stage == "logits" else x.root
-    bias = root.bias[0] if isinstance(root.bias, tuple) else root.bias
-    rounds = bias is not None and jnp.finfo(dtype).eps > jnp.finfo(bias.dtype).eps
+    rounds = any(jnp.finfo(dtype).eps > jnp.finfo(bias.dtype).eps for bias in root.biases)
     if rounds and x.stage == "logits":
         raise NotCovered(f"attention is not recognised: a sum with a bias is cast to {dtype}")
     return x.then(eqn, [x], root=root)
@@ -376,17 +380,6 @@ def _with_fills(root: Logits, dtype: Any, factor: float) -> Logits:
     return dataclasses.replace(root, fills=tuple(fills)) if fills else root
 
 
-def kept_at(stage: str) -> Rule:
-    """Makes the rule of an equation that keeps scores of this stage."""
-
-    def rule(ctx: Context, eqn: Any, x: Any) -> Any:
-        if x.stage != stage:
-            raise NotCovered(f"attention is not recognised: {eqn.primitive.name} of its {x.stage}")
-        return kept(ctx, eqn, x)
-
-    return rule
-
-
 def scaled(ctx: Context, eqn: Any, x: Any, y: Any) -> Any:
     """Multiplies logits by a number, or divides them by one."""
     divides = eqn.primitive.name == "div"
@@ -400,15 +393,15 @@ def scaled(ctx: Context, eqn: Any, x: Any, y: Any) -> Any:
         raise NotCovered(f"attention is not recognised: {scores.stage} scaled by {factor:g}")
     root = _with_fills(scores.root, eqn.outvars[0].aval.dtype, factor)
     name = "scale" if root.cap is None else "cap"
-    root = dataclasses.replace(root, **{name: getattr(root, name) * factor})
-    if root.bias is not None:
-        root = dataclasses.replace(root, bias=root.scaled_bias(factor))
+    biases = [of_bases(lambda b: b * jnp.asarray(factor, b.dtype), x) for x in root.biases]
+    changes = {name: getattr(root, name) * factor, "biases": tuple(biases)}
+    root = dataclasses.replace(root, **changes)
     return scores.then(eqn, [x, y], root=root)
 
 
 def capped(ctx: Context, eqn: Any, x: Any) -> Any:
     """Bounds logits by a hyperbolic tangent: a soft cap."""
-    if x.stage != "logits" or x.root.fills or x.root.cap is not None or x.root.bias is not None:
+    if x.stage != "logits" or not x.root.is_only_scaled:
         raise NotCovered(f"attention is not recognised: tanh of its {x.stage}")
     return x.then(eqn, [x], root=dataclasses.replace(x.root, cap=1.0))
 
@@ -426,10 +419,13 @@ def _same_root(x: Any, y: Any) -> bool:
     if x is y or not isinstance(x, Logits) or not isinstance(y, Logits):
         return x is y
     same = x.query is y.query and x.key is y.key and (x.scale, x.cap) == (y.scale, y.cap)
-    same = same and x.bias is y.bias
-    return same and all(
-        a is b
-        or proofs.same_source(a.source, b.source)
-        and (a.value, a.added, a.after) == (b.value, b.added, b.after)
-        for a, b in itertools.zip_longest(x.fills, y.fills, fillvalue=Fill(0.0))
+    return (
+        same
+        and x.biases is y.biases
+        and all(
+            a is b
+            or proofs.same_source(a.source, b.source)
+            and (a.value, a.added, a.after) == (b.value, b.added, b.after)
+            for a, b in itertools.zip_longest(x.fills, y.fills, fillvalue=Fill(0.0))
+        )
     )

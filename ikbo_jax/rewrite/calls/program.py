@@ -22,7 +22,7 @@ from ikbo_jax.rewrite.values.dead_code import without_dead_code
 from ikbo_jax.rewrite.values.equations import described
 from ikbo_jax.rewrite.values.jaxprs import call, evaluate, trace, with_constants_last
 from ikbo_jax.rewrite.values.lineage import is_plain
-from ikbo_jax.rewrite.values.program_cache import ProgramCache
+from ikbo_jax.rewrite.values.scope import ProgramCache
 
 
 def run(program: Any, arrays: Sequence[Any]) -> list[Any]:

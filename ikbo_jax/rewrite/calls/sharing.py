@@ -326,11 +326,11 @@ def _with_materialised(
             else:
                 origins = frozenset([stand_ins[n]]) if n in stand_ins else frozenset()
                 values[n] = dataclasses.replace(x, base=given[n], origins=origins)
-            name = ctx.provenance.primitive(x)
+            name = ctx.scope.primitive(x)
             if not isinstance(x, jax.core.Tracer) or name is not None:
                 # A product with a concatenation multiplies the terms of a part that is a sum. In
                 # place, this saves more than a shared program.
-                inner.provenance.hide(values[n], name or "" if nodes.roots[n] != n else "")
+                inner.scope.hide(values[n], name or "" if nodes.roots[n] != n else "")
         for n, array in zip(materialised, arrays[len(inputs) :], strict=True):
             inner.scope.outer_arrays[id(values[n])] = array
         log.operands.update((id(x), n) for n, x in enumerate(values) if not is_plain(x))
@@ -338,7 +338,7 @@ def _with_materialised(
         if not all(map(can_pass, returned)):
             raise NotCovered("a result of a call that is neither an array nor a lookup")
         results = _results(values, returned)
-        asked, built = inner.provenance.asked_hidden, inner.scope.built()
+        asked, built = inner.scope.asked_hidden, inner.scope.built()
         has_lineages = inner.scope.has_lineages()
         # Skeletons of results hold their lineages, and so the indices of these.
         kept = [] if has_lineages else results

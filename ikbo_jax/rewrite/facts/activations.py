@@ -96,7 +96,7 @@ def vanishes(curve: Curve | float) -> bool:
     """Whether a function is 0, with slope 0, at all logits that are less than a mask's number."""
     if not isinstance(curve, Curve):
         return abs(curve) <= _ZERO
-    return len(_roots(curve)) == 1 and _once(_vanishes, curve)
+    return len(curve.roots) == 1 and _once(_vanishes, curve)
 
 
 def _once(compute: Callable[[Curve], Any], curve: Curve) -> Any:
@@ -125,22 +125,14 @@ def _is_flat(curve: Curve, points: np.ndarray) -> bool:
     return all(np.all(np.abs(y) <= _ZERO) for y in curve(points[np.abs(points) <= _LARGEST]))
 
 
-def _key(curve: Curve | float) -> Any:
+def _key(curve: Curve) -> Any:
     """Returns a hashable key, equal for curves that have equal equations."""
-    nodes: list[Any] = []
-    _visit(curve, {}, nodes)
-    return tuple(nodes)
+    numbers = {x: n for n, x in enumerate(curve.nodes)}
 
+    def named(x: Curve | float) -> Any:
+        return numbers[x] if isinstance(x, Curve) else float(x).hex()
 
-def _visit(x: Curve | float, numbers: dict[int, int], nodes: list[Any]) -> Any:
-    """Adds a curve and its operands to `nodes`; returns its position, or a number's text."""
-    if not isinstance(x, Curve):
-        return float(x).hex()
-    if id(x) not in numbers:
-        operands = tuple([_visit(y, numbers, nodes) for y in x.operands])
-        numbers[id(x)] = len(nodes)
-        nodes.append((_text(x.eqn), operands, str(x.dtype)))
-    return numbers[id(x)]
+    return tuple((_text(x.eqn), *map(named, x.operands), str(x.dtype)) for x in curve.nodes)
 
 
 def _text(eqn: core.JaxprEqn | None) -> str:
@@ -230,7 +222,7 @@ def _agree(
 
 def _points(curve: Curve) -> np.ndarray:
     """Returns the points at which a curve is compared: values of the dtype of its logits."""
-    dtype = next(iter(_roots(curve))).dtype
+    dtype = curve.roots[0].dtype
     if dtype.itemsize == 2:
         return np.arange(2**16, dtype=np.uint16).view(dtype).astype(np.float64)
     mantissas = np.linspace(1, 2, 16, endpoint=False)
@@ -240,12 +232,6 @@ def _points(curve: Curve) -> np.ndarray:
     special = np.array([0.0, np.inf, np.nan])
     points = np.concatenate([grid.astype(dtype), *sides, constants, special]).astype(np.float64)
     return np.concatenate([points, -points])
-
-
-def _roots(curve: Curve) -> set[Curve]:
-    if curve.eqn is None:
-        return {curve}
-    return set().union(*(_roots(x) for x in curve.operands if isinstance(x, Curve)))
 
 
 def _derived(curve: Curve) -> set[float]:

@@ -8,6 +8,7 @@ together, in float64. Slopes follow the rules by which JAX differentiates the eq
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -35,42 +36,68 @@ class Curve:
       eqn: the producing equation; None for the logits themselves.
       operands: the operands of the equation: curves and numbers.
       dtype: the dtype of its values.
-      slopes: the slopes of all linear curves that it is computed from: the possible scales of an
-        activation.
-      numbers: all constants that occur in its equations.
-      dtypes: all dtypes that its equations compute in.
-      linear: whether the curve is linear itself, with the last of `slopes`.
+      slope: of a linear curve, its slope; None for others.
     """
 
     eqn: core.JaxprEqn | None
     operands: tuple[Curve | float, ...]
     dtype: Any
-    slopes: tuple[float, ...] = (1.0,)
-    numbers: frozenset[float] = frozenset()
-    dtypes: frozenset[Any] = frozenset()
-    linear: bool = False
+    slope: float | None
+
+    @functools.cached_property
+    def _others(self) -> tuple[Curve, ...]:
+        curves = (x for x in self.operands if isinstance(x, Curve))
+        return tuple(dict.fromkeys(y for x in curves for y in x.nodes))
+
+    @property
+    def nodes(self) -> tuple[Curve, ...]:
+        """All curves that it is computed from, each after its operands; the last is itself."""
+        return (*self._others, self)
+
+    @property
+    def roots(self) -> list[Curve]:
+        """The logits that it is computed from."""
+        return [x for x in self.nodes if x.eqn is None]
+
+    @functools.cached_property
+    def slopes(self) -> Sequence[float]:
+        """Slopes of all linear curves in it: the possible scales of an activation."""
+        return list(dict.fromkeys(x.slope for x in self.nodes if x.slope is not None))
+
+    @functools.cached_property
+    def inside(self) -> list[Any]:
+        """All equations of the programs that its equations hold."""
+        return [eqn for x in self.nodes if x.eqn is not None for eqn in _inside(x.eqn)]
+
+    @property
+    def numbers(self) -> set[float]:
+        """All constants that occur in its equations."""
+        found: list[Any] = [y for x in self.nodes for y in x.operands if not isinstance(y, Curve)]
+        found += [v.val for eqn in self.inside for v in eqn.invars if isinstance(v, core.Literal)]
+        return {float(np.asarray(x, np.float64)) for x in found if np.size(x) == 1}
+
+    @functools.cached_property
+    def dtypes(self) -> set[Any]:
+        """All dtypes that its equations compute in."""
+        found = {jnp.dtype(v.aval.dtype) for eqn in self.inside for v in eqn.outvars}
+        found |= {x.dtype for x in self.nodes}
+        return {dtype for dtype in found if jnp.issubdtype(dtype, jnp.inexact)}
 
     def __call__(self, x: np.ndarray, rounded: bool = False) -> Dual:
         """Evaluates the curve at x; `rounded` rounds every result to its equation's dtype."""
-        result = self._at(x, rounded, {})
-        return Dual(*(np.broadcast_to(np.asarray(part, np.float64), x.shape) for part in result))
-
-    def _at(self, x: np.ndarray, rounded: bool, evaluated: dict[int, Dual]) -> Dual:
-        """Evaluates the curve at x; `evaluated` holds results of other curves by their identity."""
-        if self.eqn is None:
-            return Dual(x, np.ones_like(x))
-        if id(self) not in evaluated:
+        found = {node: Dual(x, np.ones_like(x)) for node in self.roots}
+        for node in self.nodes:
             operands = [
-                y._at(x, rounded, evaluated) if isinstance(y, Curve) else Dual(np.float64(y))
-                for y in self.operands
+                found[y] if isinstance(y, Curve) else Dual(np.float64(y)) for y in node.operands
             ]
-            evaluated[id(self)] = _evaluate(self.eqn, operands, rounded)
-        return evaluated[id(self)]
+            if node.eqn is not None:
+                found[node] = _evaluate(node.eqn, operands, rounded)
+        return Dual(*(np.broadcast_to(np.asarray(y, np.float64), x.shape) for y in found[self]))
 
 
 def logits(dtype: Any) -> Curve:
     """Returns the curve of the logits themselves."""
-    return Curve(None, (), jnp.dtype(dtype), dtypes=frozenset([jnp.dtype(dtype)]), linear=True)
+    return Curve(None, (), jnp.dtype(dtype), 1.0)
 
 
 def then(eqn: Any, operands: Sequence[Curve | float]) -> Curve | None:
@@ -79,37 +106,23 @@ def then(eqn: Any, operands: Sequence[Curve | float]) -> Curve | None:
         return None
     if not all(_is_known(e) and len(e.outvars) == 1 for e in _inside(eqn)):
         return None
-    inputs = [x for x in operands if isinstance(x, Curve)]
-    slopes = tuple(dict.fromkeys(slope for curve in inputs for slope in curve.slopes))
-    factor = _factor(eqn.primitive.name, operands)
-    if factor is not None:
-        slopes = (*slopes, inputs[0].slopes[-1] * factor)
     dtype = jnp.dtype(eqn.outvars[0].aval.dtype)
-    numbers = frozenset(x for x in operands if not isinstance(x, Curve))
-    inside = list(_inside(eqn))
-    computed = (jnp.dtype(v.aval.dtype) for e in (eqn, *inside) for v in e.outvars)
-    literals = (v.val for e in inside for v in e.invars if isinstance(v, core.Literal))
-    dtypes = frozenset(d for d in computed if jnp.issubdtype(d, jnp.inexact))
-    dtypes = dtypes.union(*(x.dtypes for x in inputs))
-    numbers |= {float(np.asarray(x, np.float64)) for x in literals if np.size(x) == 1}
-    numbers = numbers.union(*(x.numbers for x in inputs))
-    return Curve(eqn, tuple(operands), dtype, slopes, numbers, dtypes, factor is not None)
+    return Curve(eqn, tuple(operands), dtype, _slope(eqn.primitive.name, operands))
 
 
-def _factor(name: str, operands: Sequence[Curve | float]) -> float | None:
-    """Returns the factor by which an equation multiplies a linear curve, or None."""
+def _slope(name: str, operands: Sequence[Curve | float]) -> float | None:
+    """Returns the slope of the result of an equation on one linear curve; None for others."""
     numbers = [x for x in operands if not isinstance(x, Curve)]
     curves = [x for x in operands if isinstance(x, Curve)]
-    if len(curves) != 1 or not curves[0].linear:
-        return None
-    if name in ("convert_element_type", "copy", "name"):
-        return 1.0
+    slope = curves[0].slope if len(curves) == 1 else None
+    if slope is None or name in ("convert_element_type", "copy", "name"):
+        return slope
     if name == "neg":
-        return -1.0
+        return -slope
     if name == "mul":
-        return numbers[0]
+        return slope * numbers[0]
     if name == "div" and isinstance(operands[0], Curve) and numbers[0]:
-        return 1 / numbers[0]
+        return slope * (1 / numbers[0])
     return None
 
 
@@ -164,20 +177,15 @@ def _flat(value: Any) -> Callable[..., Dual]:
     return lambda *operands: Dual(value(*(x.value for x in operands)))
 
 
-def _same(x: Dual) -> Dual:
-    return x
-
-
 _ROOT_PI = math.sqrt(math.pi)
 #: Value and slope, as JAX computes them, by primitive. Without a rule there is no curve.
 _RULES: dict[str, Callable[..., Dual]] = {
     **{name: _flat(OF_TWO[name]) for name in ("eq", "ge", "gt", "le", "lt", "ne")},
+    **dict.fromkeys(("convert_element_type", "copy", "name"), lambda x: x),
     "abs": _of_one(np.abs, lambda x, _: np.sign(x)),
     "add": lambda x, y: Dual(x.value + y.value, x.slope + y.slope),
     "and": _flat(np.logical_and),
     "clamp": _clamp,
-    "convert_element_type": _same,
-    "copy": _same,
     "div": _div,
     "erf": _of_one(lambda x: 1 - erfc(x), lambda x, _: 2 / _ROOT_PI * np.exp(-x * x)),
     "erfc": _of_one(erfc, lambda x, _: -2 / _ROOT_PI * np.exp(-x * x)),
@@ -189,7 +197,6 @@ _RULES: dict[str, Callable[..., Dual]] = {
     "max": _extremum(np.maximum, np.greater),
     "min": _extremum(np.minimum, np.less),
     "mul": lambda x, y: Dual(x.value * y.value, x.slope * y.value + x.value * y.slope),
-    "name": _same,
     "neg": lambda x: Dual(-x.value, -x.slope),
     "not": _flat(np.logical_not),
     "or": _flat(np.logical_or),

@@ -145,11 +145,9 @@ def expanded(params: Any, x: Any) -> Any:
     return x.reshape(shape)
 
 
-def _iota(params: Any) -> Any:
-    shape, dimension = params["shape"], params["dimension"]
-    along = [1] * len(shape)
-    along[dimension] = shape[dimension]
-    return np.broadcast_to(np.arange(shape[dimension]).reshape(along), shape)
+def positions(shape: Sequence[int], dim: int) -> np.ndarray:
+    """Returns 0, 1, ... along a dimension of an array; the other dimensions have size 1."""
+    return np.arange(shape[dim]).reshape([n if d == dim else 1 for d, n in enumerate(shape)])
 
 
 def cuts(params: Any) -> list[slice]:
@@ -183,24 +181,22 @@ OF_TWO: dict[str, Callable[[Any, Any], Any]] = {
 #: Functions of an equation's parameters and its operands, arrays of NumPy, by primitive.
 COMPUTED: dict[str, Callable[..., Any]] = {
     **{name: _of_two(function) for name, function in OF_TWO.items()},
+    **dict.fromkeys(("convert_element_type", "copy", "pvary", "stop_gradient"), lambda _, x: x),
     "abs": lambda _, x: np.abs(x),
     "and": _of_two(operator.and_),
     "broadcast_in_dim": lambda params, x: np.broadcast_to(expanded(params, x), params["shape"]),
     "clamp": lambda _, low, x, high: np.minimum(np.maximum(x, low), high),
     "concatenate": lambda params, *xs: np.concatenate(xs, params["dimension"]),
-    "convert_element_type": lambda _, x: x,
-    "copy": lambda _, x: x,
     "cumsum": lambda p, x: (
         np.flip(np.cumsum(np.flip(x, p["axis"]), p["axis"]), p["axis"])
         if p["reverse"]
         else np.cumsum(x, p["axis"])
     ),
     "div": _divided("div"),
-    "iota": _iota,
+    "iota": lambda p: np.broadcast_to(positions(p["shape"], p["dimension"]), p["shape"]),
     "neg": lambda _, x: -x,
     "not": lambda _, x: ~x,
     "or": _of_two(operator.or_),
-    "pvary": lambda _, x: x,
     "rem": _divided("rem"),
     "reshape": lambda params, x: x.reshape(params["new_sizes"]),
     "rev": lambda params, x: np.flip(x, params["dimensions"]),
@@ -211,7 +207,6 @@ COMPUTED: dict[str, Callable[..., Any]] = {
     "slice": lambda params, x: x[tuple(cuts(params))],
     "squeeze": lambda params, x: np.squeeze(x, tuple(params["dimensions"])),
     "stack": lambda params, *xs: np.stack(xs, params["axis"]),
-    "stop_gradient": lambda _, x: x,
     "transpose": lambda params, x: np.transpose(x, params["permutation"]),
     "xor": _of_two(operator.xor),
 }

@@ -19,8 +19,8 @@ from jax import lax
 from jax.extend import core
 
 from ikbo_jax.rewrite.facts import proofs
-from ikbo_jax.rewrite.facts.known import OF_TWO, cuts, expanded, known
-from ikbo_jax.rewrite.values.kept_dims import kept_dims
+from ikbo_jax.rewrite.facts.known import OF_TWO, cuts, known
+from ikbo_jax.rewrite.values.equations import kept_dims
 from ikbo_jax.rewrite.values.lineage import base_of
 from ikbo_jax.rewrite.values.staged import shape_of
 
@@ -178,15 +178,9 @@ def _moved(
 ) -> np.ndarray:
     """Moves the elements of a mask as an equation does; dimensions of size 1 stay if possible."""
     name, params, x = eqn.primitive.name, eqn.params, masks[0]
-    if name in ("copy", "pvary"):
-        return x
-    if name == "broadcast_in_dim":
-        return expanded(params, x)
     if name == "slice":
-        cut = (y if n != 1 else slice(None) for y, n in zip(cuts(params), x.shape, strict=True))
-        return x[tuple(cut)]
-    if name == "transpose":
-        return np.transpose(x, params["permutation"])
+        sliced = (y if n != 1 else slice(None) for y, n in zip(cuts(params), x.shape, strict=True))
+        return x[tuple(sliced)]
     if name == "concatenate":
         axis = params["dimension"]
         common = np.broadcast_shapes(*((*y.shape[:axis], 1, *y.shape[axis + 1 :]) for y in masks))
@@ -195,14 +189,15 @@ def _moved(
             for y, own in zip(masks, shapes, strict=True)
         ]
         return np.concatenate(full, axis)
-    # A reshape: dimensions stay whole, or all elements along them are equal.
+    # Dimensions stay whole, or all elements along them are equal.
     dims = kept_dims(eqn, 0, eqn.outvars[0])
+    order = sorted(range(x.ndim), key=lambda d: dims.get(d, -1))
     if any(n != 1 and d not in dims for d, n in enumerate(x.shape)):
         return np.full((1,) * len(shape), UNKNOWN, np.int8)
     sizes = [1] * len(shape)
     for d, k in dims.items():
-        sizes[k] = x.shape[d]
-    return x.reshape(sizes)
+        sizes[k] *= x.shape[d]
+    return x.transpose(order).reshape(sizes)
 
 
 #: Slices of a mask: a dimension, its first element, and the element after its last.
@@ -230,7 +225,7 @@ def factors(ctx: Any, mask: Any, keeps: bool = True, region: Region = ()) -> lis
         return whole
     inner = []
     for dim, start, stop in region if eqn.primitive.name != "slice" else ():
-        source = _moved_dim(eqn, operands[0], mask, dim)
+        source = _moved_dim(eqn, dim)
         if source is not None and source >= 0:
             inner.append((source, start, stop))
     parts = factors(ctx, operands[0], keeps, tuple(inner))
@@ -241,11 +236,16 @@ def factors(ctx: Any, mask: Any, keeps: bool = True, region: Region = ()) -> lis
 
 def _is_fixed(ctx: Any, mask: Any, value: bool, region: Region) -> bool:
     """Whether all elements of a region of a mask are proven to have one value."""
-    state = known_mask(ctx, mask)
+    return bool((cut(known_mask(ctx, mask), region) == value).all())
+
+
+def cut(x: np.ndarray, region: Region) -> np.ndarray:
+    """Slices an array; a dimension of size 1, along which all elements are equal, stays."""
+    index = [slice(None)] * x.ndim
     for dim, start, stop in region:
-        if state.shape[dim] != 1:
-            state = state.take(range(start, stop), axis=dim)
-    return bool((state == value).all())
+        if x.shape[dim] != 1:
+            index[dim] = slice(start, stop)
+    return x[tuple(index)]
 
 
 def _spread(ctx: Any, mask: Any, shape: tuple[int, ...]) -> Any:
@@ -274,9 +274,12 @@ def moved(ctx: Any, eqn: core.JaxprEqn, x: Any) -> Any:
 
 # Intervals. `_keeps` proves properties of what a mask keeps along one of its dimensions.
 
-_FIRST, _LAST, _INTERVAL = 1, 2, 4
+#: The elements that are kept follow each other; they are the first ones, or the last ones.
+_INTERVAL, _FIRST, _LAST = 1, 3, 5
 #: All elements are kept, or none is.
-_EQUAL = _FIRST | _LAST | _INTERVAL
+_EQUAL = _FIRST | _LAST
+#: The properties of a negated mask.
+_NEGATED = {_FIRST: _LAST, _LAST: _FIRST, _EQUAL: _EQUAL}
 
 
 def is_interval(ctx: Any, mask: Any, keeps: bool, dim: int) -> bool:
@@ -284,31 +287,23 @@ def is_interval(ctx: Any, mask: Any, keeps: bool, dim: int) -> bool:
     state = known_mask(ctx, mask)
     if UNKNOWN not in state:
         return are_intervals(np.moveaxis(state == keeps, dim, -1))
-    return bool(_found(ctx, mask, keeps, dim) & _INTERVAL)
+    return _found(ctx, mask, keeps, dim) != 0
 
 
 def keeps_first(ctx: Any, mask: Any, keeps: bool, dim: int) -> bool:
     """Whether the elements along `dim` that a mask keeps, or hides, are provably the first ones."""
-    return bool(_found(ctx, mask, keeps, dim) & _FIRST)
+    return _found(ctx, mask, keeps, dim) in (_FIRST, _EQUAL)
 
 
 def _found(ctx: Any, mask: Any, keeps: bool, dim: int) -> int:
     found = _keeps(ctx, mask, dim, _DEPTH)
-    return found if keeps else _swapped(found)
+    return found if keeps else _NEGATED.get(found, 0)
 
 
 def are_intervals(kept: np.ndarray) -> bool:
     """Whether the True elements along the last dimension follow each other in every row."""
     padded = np.pad(kept, [(0, 0)] * (kept.ndim - 1) + [(1, 0)])
     return bool(((padded[..., 1:] & ~padded[..., :-1]).sum(-1) <= 1).all())
-
-
-def _swapped(found: int) -> int:
-    """Returns the properties of the negated mask."""
-    if found == _EQUAL:
-        return found
-    swapped = _LAST * bool(found & _FIRST) | _FIRST * bool(found & _LAST)
-    return swapped | _INTERVAL * bool(swapped)
 
 
 def _keeps(ctx: Any, mask: Any, dim: int | None, depth: int) -> int:
@@ -321,23 +316,19 @@ def _keeps(ctx: Any, mask: Any, dim: int | None, depth: int) -> int:
         first, last = (bool((x[..., 1:] <= x[..., :-1]).all()) for x in (kept, kept[..., ::-1]))
         return _FIRST * first | _LAST * last | _INTERVAL * are_intervals(kept)
     if how == "move":
-        dims = [_moved_dim(eqn, x, mask, dim) for x in operands]
-        of_operands = (
-            0 if d == -1 else _keeps(ctx, x, d, depth - 1)
-            for x, d in zip(operands, dims, strict=True)
-        )
-        return _all(of_operands)
+        source = _moved_dim(eqn, dim)
+        return 0 if source == -1 else _all(_keeps(ctx, x, source, depth - 1) for x in operands)
     if how == "select":
         which, *cases = (_keeps(ctx, x, dim, depth - 1) for x in operands)
         return _all(cases) if which == _EQUAL else 0
     if how:
         found = [_keeps(ctx, x, dim, depth - 1) for x in operands]
         if how in ("same", "not"):
-            return found[0] if how == "same" else _swapped(found[0])
+            return found[0] if how == "same" else _NEGATED.get(found[0], 0)
         if _EQUAL in found or how == "and":
             return _all(found)
-        either = _all(found) & (_FIRST | _LAST)
-        return either | _INTERVAL * bool(either)
+        # Two intervals may lie apart.
+        return both if (both := _all(found)) != _INTERVAL else 0
     return _compared(ctx, mask, dim)
 
 
@@ -348,15 +339,14 @@ def _all(found: Any) -> int:
     return result
 
 
-def _moved_dim(eqn: Any, operand: Any, result: Any, dim: int) -> int | None:
+def _moved_dim(eqn: Any, dim: int) -> int | None:
     """Finds the operand's dimension that becomes `dim`; None if it is new, -1 if unknown."""
-    name, params = eqn.primitive.name, eqn.params
-    if name == "concatenate":
-        return -1 if dim == params["dimension"] else dim
-    if name in ("copy", "pvary", "slice"):
+    name, (result,) = eqn.primitive.name, eqn.outvars
+    if name == "slice":
         return dim
-    dims = proofs.moved_dims(eqn, operand, result)
-    return -1 if dims is None else dims.get(dim)
+    sources = {k: d for d, k in kept_dims(eqn, 0, result).items()}
+    is_new = name == "broadcast_in_dim" or result.aval.shape[dim] == 1
+    return sources.get(dim, None if is_new else -1)
 
 
 def _compared(ctx: Any, mask: Any, dim: int) -> int:
@@ -372,7 +362,7 @@ def _compared(ctx: Any, mask: Any, dim: int) -> int:
         return _EQUAL
     if name == "eq":
         return _INTERVAL
-    return _INTERVAL | (_FIRST if (rises > 0) == (name in ("lt", "le")) else _LAST)
+    return _FIRST if (rises > 0) == (name in ("lt", "le")) else _LAST
 
 
 def _direction(ctx: Any, x: Any, dim: int | None, depth: int) -> int | None:
@@ -390,7 +380,7 @@ def _direction(ctx: Any, x: Any, dim: int | None, depth: int) -> int | None:
     if not depth or name not in (*_MOVES, "add", "convert_element_type", "sub"):
         return None
     if name in _MOVES:
-        source = _moved_dim(eqn, operands[0], x, dim) if len(operands) == 1 else -1
+        source = _moved_dim(eqn, dim) if len(operands) == 1 else -1
         return None if source == -1 else _direction(ctx, operands[0], source, depth - 1)
     if np.dtype(x.dtype).kind in "iub" and proofs.interval(ctx, x) is None:
         # Integers that the dtype cannot hold would wrap around.

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from ikbo_jax.rewrite.facts.known import COMPUTED, known
+from ikbo_jax.rewrite.facts.known import COMPUTED, known, positions
 from ikbo_jax.rewrite.values.equations import constant_array
 from ikbo_jax.rewrite.values.lineage import (
     base_of,
@@ -168,14 +168,10 @@ def same_source(first: Any, second: Any) -> bool:
 
 def counts_along(ctx: Any, value: Any, dim: int) -> bool:
     """Whether the elements of an array are proven to be 0, 1, ... along one of its dimensions."""
-    positions = known(ctx, value)
-    shape = shape_of(value)
-    if positions is None or positions.ndim != len(shape):
+    found, shape = known(ctx, value), shape_of(value)
+    if found is None or found.ndim != len(shape) or found.shape[dim] != shape[dim]:
         return False
-    along = [1] * len(shape)
-    along[dim] = shape[dim]
-    expected = np.arange(shape[dim]).reshape(along)
-    return positions.shape[dim] == shape[dim] and bool(np.all(positions == expected))
+    return bool(np.all(found == positions(shape, dim)))
 
 
 def is_along_one(value: Any, size: int) -> bool:
@@ -185,23 +181,6 @@ def is_along_one(value: Any, size: int) -> bool:
     reshape after a transpose shuffles them.
     """
     return [n for n in np.shape(base_of(value)) if n != 1] == [size] * (size != 1)
-
-
-def moved_dims(eqn: Any, operand: Any, result: Any) -> dict[int | None, int] | None:
-    """Maps dimensions of an equation in `MOVES` to its operand's; None if elements are rearranged.
-
-    Dimensions along which all elements are equal may be missing.
-    """
-    name, params = eqn.primitive.name, eqn.params
-    if name == "broadcast_in_dim":
-        return {d: n for n, d in enumerate(params["broadcast_dimensions"])}
-    if name == "transpose":
-        return dict(enumerate(params["permutation"]))
-    before, after = (np.shape(base_of(x)) for x in (operand, result))
-    if [n for n in before if n != 1] != [n for n in after if n != 1]:
-        return None
-    own, others = ([d for d, n in enumerate(x) if n != 1] for x in (before, after))
-    return dict(zip(others, own, strict=True))
 
 
 def within(ctx: Any, value: Any, low: int, high: Any) -> bool:

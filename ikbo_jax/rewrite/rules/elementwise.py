@@ -92,7 +92,7 @@ def with_mask(ctx: Context, eqn: Any, operands: Any) -> tuple[Any, Any]:
     for x, of_x, cast, v in sides:
         if v.aval.shape != shape or shape_of(x) != shape:
             continue
-        mask = ctx.provenance.cast_mask(cast)
+        mask = ctx.scope.cast_mask(cast)
         if mask is None:
             continue
         zero = lazy(lax.full((1,) * len(shape), 0, dtype), shape, None, -1, frozenset())

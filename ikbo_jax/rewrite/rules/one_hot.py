@@ -81,7 +81,7 @@ def _equal(ctx: Context, x: Any) -> Any:
     """Returns the operands of the comparison that an array of 0 and 1 is cast from, or None."""
     # A program that is shared by several calls does not see the equations of its operands. Asking
     # for them would make every call of a product with an operand its own program.
-    produced = ctx.provenance.visible_producer(x, ("convert_element_type",))
+    produced = ctx.scope.producer(x, ("convert_element_type",))
     if produced is None:
         return None
     name, _, compared = ctx.made_by(produced[1][0])

@@ -55,7 +55,7 @@ def _expanded(
         value = Lazy(value, tuple(shape)) if is_plain(value) else value
     produced = None
     if is_plain(value) and depth:
-        produced = ctx.provenance.visible_producer(value, ("add", "sub"))
+        produced = ctx.scope.producer(value, ("add", "sub"))
     if produced is None:
         return [(value, sign)]
     operands = produced[1]

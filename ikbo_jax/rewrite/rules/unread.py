@@ -17,9 +17,8 @@ from jax.extend import core
 
 from ikbo_jax.rewrite.rules import any_shape
 from ikbo_jax.rewrite.rules.elementwise import ELEMENTWISE
-from ikbo_jax.rewrite.values.equations import op_plan
+from ikbo_jax.rewrite.values.equations import KEPT_DIMS, kept_dims, op_plan
 from ikbo_jax.rewrite.values.jaxprs import inner_programs
-from ikbo_jax.rewrite.values.kept_dims import RULES, kept_dims
 
 _CALLS, _JVP = ("checkpoint", "jit", "remat2"), "custom_jvp_call"
 
@@ -129,7 +128,7 @@ class _Walk:
         ):
             inner = eqn.params["call_jaxpr" if name == _JVP else "jaxpr"]
             return list(zip(*self.program(inner, numbers, rows), strict=True))
-        elif found and (name in ELEMENTWISE or name in RULES):
+        elif found and (name in ELEMENTWISE or name in KEPT_DIMS):
             after = [_after(eqn, v, rows) for v in eqn.outvars]
         elif found or any(map(_marks, inner_programs(eqn))):
             raise RowsAreRead

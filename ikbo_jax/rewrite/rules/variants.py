@@ -18,8 +18,7 @@ from jax.extend import core
 from jax.interpreters import ad, batching, mlir
 
 from ikbo_jax.rewrite.interpret import Context
-from ikbo_jax.rewrite.values.checked import Checked, CheckedPrimitive
-from ikbo_jax.rewrite.values.jaxprs import call, evaluate, trace
+from ikbo_jax.rewrite.values.jaxprs import Checked, CheckedPrimitive, call, evaluate, trace
 
 #: Its parameters are the variant for values, `program`; `exact`; and the original, `call_jaxpr`.
 rewritten_p = CheckedPrimitive("ikbo_rewritten")

@@ -42,7 +42,7 @@ def constrained(ctx: Any, x: Any, sharding: Any, place: Callable[[Any], Any]) ->
     found = copy.copy(x)
     produced = ctx.producer(x)
     if produced is not None:
-        ctx.provenance.record(produced[0], [found], produced[1])
+        ctx.scope.record(produced[0], [found], produced[1])
     ctx.scope.keep_results((_ON_VALUE, id(found)), found, [place])
     ctx.programs.has_constraints = True
     for part in x.parts if isinstance(x, Concat) else (x,):

@@ -34,12 +34,10 @@ class _Live(NamedTuple):
     Attributes:
       program: the program, with all of its arguments.
       reads_all: whether it reads all of its arguments.
-      before: the program with dead code, whose identity stays unique.
     """
 
     program: core.Jaxpr
     reads_all: bool
-    before: core.Jaxpr
 
 
 def _live(program: core.Jaxpr, known: dict[int, _Live]) -> _Live:
@@ -63,7 +61,7 @@ def _live(program: core.Jaxpr, known: dict[int, _Live]) -> _Live:
             # Literals are not variables and cannot be hashed.
             needed |= {v for v in found.invars if type(v) is not literal}
     live = program.replace(eqns=kept[::-1]) if changed else program
-    known[id(program)] = _Live(live, needed.issuperset(program.invars), program)
+    known[id(program)] = _Live(live, needed.issuperset(program.invars))
     return known[id(program)]
 
 
@@ -83,7 +81,7 @@ def _with_live_programs(
     used = [v in needed for v in eqn.outvars]
     if all(used) or eqn.primitive.name == "scan" and _are_carried(eqn, used):
         found = [_live(x, known) for x in programs]
-        if all(x.program is x.before for x in found) and all(x.reads_all for x in found):
+        if all(x.program is y and x.reads_all for x, y in zip(found, programs, strict=True)):
             return eqn
         if "jaxpr" in eqn.params and found[0].reads_all:
             return eqn.replace(params={**eqn.params, "jaxpr": found[0].program})

@@ -53,8 +53,7 @@ def with_all_inside(values: Sequence[Any]) -> list[Any]:
     found = list(values)
     # The loop appends to the list that it iterates over.
     for x in found:
-        if isinstance(x, (Concat, Reshaped)):
-            found += inside_of(x)
+        found += inside_of(x)
     return found
 
 
@@ -118,8 +117,8 @@ def form(value: Any) -> Any:
     if isinstance(value, Lazy):
         base = (value.base.shape, value.base.dtype)
         return (base, value.shape, value.lineage, value.axis)
-    if inside := inside_of(value):
-        return (type(value), value.layout, tuple(map(form, inside)))
+    if isinstance(value, (Concat, Reshaped)):
+        return (type(value), value.layout, tuple(map(form, inside_of(value))))
     return type(value)
 
 

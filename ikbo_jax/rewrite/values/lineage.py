@@ -64,7 +64,6 @@ class Deferred:
       shape: the shape that the program sees.
       dtype: the dtype that the program sees.
       origins: the broadcasts that the value stems from.
-      layout: of a value that holds others, all else that tells its form.
     """
 
     #: Rewrites every equation that has the value as an operand, called as
@@ -72,10 +71,6 @@ class Deferred:
     rule: Callable[..., Any] | None = None
     #: Whether `build` computes with copies of other values, instead of being the copy itself.
     is_computed = False
-
-    @property
-    def layout(self) -> tuple[Any, ...]:
-        raise NotImplementedError
 
     def build(self, ctx: Any) -> jax.Array:
         """Computes the array that the program sees."""
@@ -135,6 +130,7 @@ class Concat(Deferred):
 
     @property
     def layout(self) -> tuple[Any, ...]:
+        """All but the parts that tells its form."""
         return self.axis, self.sizes
 
     def pieces(self) -> list[tuple[Any, int, int]]:
@@ -161,6 +157,13 @@ def has_lineage(value: Any) -> bool:
 def base_of(value: Any) -> Any:
     """Returns the base of a `Lazy`; any other value unchanged."""
     return value.base if type(value) is Lazy else value
+
+
+def of_bases(fn: Callable[[Any], Any], x: Any) -> Any:
+    """Applies an elementwise function to an array, or to the bases of the parts of a value."""
+    if isinstance(x, Concat):
+        return Concat(tuple(of_bases(fn, part) for part in x.parts), x.axis)
+    return dataclasses.replace(x, base=fn(x.base)) if isinstance(x, Lazy) else fn(x)
 
 
 def origins_of(*values: Any) -> frozenset:

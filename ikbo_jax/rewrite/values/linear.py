@@ -14,7 +14,7 @@ import numpy as np
 from jax import lax
 from jax.extend import core
 
-from ikbo_jax.rewrite.values.kept_dims import kept_dims
+from ikbo_jax.rewrite.values.equations import kept_dims
 
 _ZERO, _FREE = "zero", "free"
 #: What is known of a value: the rows' axis of a linear value, or one of the above.
@@ -74,22 +74,19 @@ def _results(eqn: core.JaxprEqn, operands: list[Kind]) -> list[Kind]:
     if not all(jnp.issubdtype(v.aval.dtype, jnp.inexact) for v in eqn.outvars):  # type: ignore[attr-defined]
         raise _NotLinear
     axis = linear[0]
-    if name in _SAME_AXIS and _FREE not in operands and set(linear) == {axis}:
+    is_select = name == "select_n" and operands[0] == _FREE
+    summed = operands[1:] if is_select else operands
+    if (is_select or name in _SAME_AXIS) and _FREE not in summed and set(linear) == {axis}:
         return [axis]
-    if name == "mul" and operands.count(_FREE) == 1 and len(operands) == 2:
+    if name == "mul" and operands.count(_FREE) == 1 or name == "div" and operands[1] == _FREE:
         return [axis]
-    if name == "div" and operands[1] == _FREE:
-        return [axis]
-    if name == "select_n" and operands[0] == _FREE and _FREE not in operands[1:]:
-        if set(linear) == {axis}:
-            return [axis]
-    elif name == "dot_general" and len(linear) == 1 and _FREE in operands:
+    if name == "dot_general" and len(linear) == 1 and _FREE in operands:
         precision = jax.tree.leaves(eqn.params["precision"])
         if not all(isinstance(x, lax.Precision) for x in precision):
             # The algorithm of a product may cast its operands.
             raise _NotLinear
         return [_moved(eqn, 0 if operands[1] == _FREE else 1, axis)]
-    elif name in _MOVES and len(operands) == 1:
+    if name in _MOVES and len(operands) == 1:
         return [_moved(eqn, 0, axis)]
     raise _NotLinear
 

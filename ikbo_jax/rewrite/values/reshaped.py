@@ -72,6 +72,7 @@ class Reshaped(Deferred):
 
     @property
     def layout(self) -> tuple[Any, ...]:
+        """All but the inner value that tells its form."""
         return (self.groups,)
 
     def build(self, ctx: Any) -> jax.Array:

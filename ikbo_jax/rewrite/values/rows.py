@@ -27,8 +27,7 @@ from ikbo_jax.ops.by_xla import jaxpr_primitive
 from ikbo_jax.ops.look_up import segment_sum
 from ikbo_jax.ops.sharded import vary_over_same_axes
 from ikbo_jax.rewrite.values import staged
-from ikbo_jax.rewrite.values.checked import Checked, CheckedPrimitive
-from ikbo_jax.rewrite.values.jaxprs import trace
+from ikbo_jax.rewrite.values.jaxprs import Checked, CheckedPrimitive, trace
 
 _FLOAT32 = np.dtype(np.float32)
 _SUMMED = frozenset([_FLOAT32, np.dtype(jnp.bfloat16), np.dtype(np.float16)])
@@ -204,23 +203,21 @@ ad.primitive_jvps[rows_p] = _pushed_forward(rows_p, _rows_of_tangent)
 ad.primitive_jvps[sums_p] = _pushed_forward(sums_p, _bind_sums)
 
 
-def _pull_back_rows(cotangents: Any, x: Any, index: Any, *, how: _Lookup, **_: Any) -> Any:
+def _pull_back(
+    cotangents: Any, x: Any, index: Any, *, how: _Lookup, users: Any = None, **_: Any
+) -> Any:
+    """Sums a cotangent of rows or, given the number of users, looks a cotangent of sums up."""
     (cotangent,) = cotangents
     if isinstance(cotangent, ad.Zero):
         return ad.Zero(x.aval), None
-    return _bind_sums(cotangent, index, how, x.aval.shape[how.axis]), None
-
-
-def _pull_back_sums(cotangents: Any, x: Any, index: Any, *, how: _Lookup, **_: Any) -> Any:
-    (cotangent,) = cotangents
-    if isinstance(cotangent, ad.Zero):
-        return ad.Zero(x.aval), None
+    if users is None:
+        return _bind_sums(cotangent, index, how, x.aval.shape[how.axis]), None
     mode, fill_value = (_Modes.FILL_OR_DROP, 0) if how.drops else (_Modes.CLIP, None)
     return _rows(cotangent, index, how._replace(mode=mode, fill_value=fill_value)), None
 
 
-ad.primitive_transposes[rows_p] = _pull_back_rows
-ad.primitive_transposes[sums_p] = _pull_back_sums
+ad.primitive_transposes[rows_p] = _pull_back
+ad.primitive_transposes[sums_p] = _pull_back
 
 
 def _batched(operands: Any, dims: Any, *, how: _Lookup, users: Any = None, **_: Any) -> Any:

@@ -1,17 +1,21 @@
-"""The arrays and lineages that a rewritten program has computed, scope by scope."""
+"""What a rewritten program has computed, scope by scope, and facts of the programs it calls."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import export, lax
 from jax.extend import core
 
-from ikbo_jax.rewrite.values.lineage import Lineage, base_of, has_lineage
+from ikbo_jax.rewrite.values import equations, hoisting
+from ikbo_jax.rewrite.values.jaxprs import inner_programs
+from ikbo_jax.rewrite.values.lineage import Lineage, base_of, has_lineage, is_at_least
+from ikbo_jax.rewrite.values.registry import NotCovered, is_source
 from ikbo_jax.rewrite.values.rows import take_rows
 
 
@@ -19,15 +23,13 @@ class Scope:
     """Holds the arrays of one jaxpr: of the whole function, or of the body of a loop or branch.
 
     A scope may use arrays of the scopes that enclose it, but not of the scopes inside it: an array
-    of a loop's body does not exist outside of the body.
+    of a loop's body does not exist outside of the body. If it `outlives` the enclosing scopes, it
+    computes after their trace has ended: their arrays are no values then, and it uses none of them.
 
     Entries are keyed by the identity of values, and hold the values, so that identities stay
     unique.
 
     Attributes:
-      parent: the enclosing scope; None for the scope of the whole function.
-      outlives: whether this scope computes after the trace of the enclosing scopes has ended. Their
-        arrays are no values then, and this scope uses none of them.
       outer_arrays: by the identity of a deferred value, the array that the caller has already
         materialised for it.
       programs: by the key of a call, the rewritten program; it may hold arrays of this scope.
@@ -35,35 +37,34 @@ class Scope:
       seen: keys of earlier calls, each with the arrays whose identities it holds.
       known: by the identity of a value of this scope, the value and its array; None in place of the
         array if it depends on inputs.
+      asked_hidden: the identities of the values for whose producing equation a rule asked although
+        it is hidden from this scope (`hide`).
     """
 
     def __init__(self, parent: Scope | None = None, *, outlives: bool = False) -> None:
-        self.parent = parent
-        self.outlives = outlives
         self.outer_arrays: dict[int, jax.Array] = {}
         self.programs: dict[Any, Any] = {}
         self.calls: dict[Any, Any] = {}
         self.seen: dict[Any, Any] = {}
         self.known: dict[int, tuple[Any, Any]] = {}
+        self.asked_hidden: set[int] = set()
+        # The scopes around this one, from the inside, and those whose arrays it may use.
+        self._outer: tuple[Scope, ...] = (parent, *parent._outer) if parent else ()
+        around = None if outlives else parent
+        self._usable: tuple[Scope, ...] = (around, *around._usable) if around else ()
         self._trace: Any = core.find_top_trace(())
         self._built: dict[int, tuple[Any, jax.Array]] = {}
         self._results: dict[Any, tuple[Any, list[Any]]] = {}
         self._lineages: dict[Any, tuple[Any, Lineage]] = {}
-
-    def chain(self) -> Iterator[Scope]:
-        """Yields this scope and the enclosing scopes whose arrays it may use, innermost first."""
-        scope: Scope | None = self
-        while scope is not None:
-            yield scope
-            scope = None if scope.outlives else scope.parent
+        # By identity of the result; entries hold the result.
+        self._producers: dict[int, tuple[core.JaxprEqn, Sequence[Any], Any]] = {}
+        self._producer_hidden: dict[int, tuple[Any, str]] = {}
 
     def find(self, table: str, key: Any) -> Any:
         """Returns what this or an enclosing scope keeps for a key in its `table`, or None."""
-        scope: Scope | None = self
-        while scope is not None:
+        for scope in (self, *self._usable):
             if key in (entries := scope.__dict__[table]):
                 return entries[key]
-            scope = None if scope.outlives else scope.parent
         return None
 
     def owner(self, values: Iterable[Any]) -> Scope:
@@ -78,7 +79,7 @@ class Scope:
                 arrays.append(x.lineage.index)
         traces = {id(x._trace) for x in arrays if isinstance(x, jax.core.Tracer)}
         owner = None
-        for scope in self.chain():
+        for scope in (self, *self._usable):
             if owner is not None and scope._trace is not owner._trace:
                 break
             if owner is not None or id(scope._trace) in traces:
@@ -176,5 +177,137 @@ class Scope:
 
     def lineages(self) -> set[int]:
         """Returns identities of the lineages of this scope and of the scopes that enclose it."""
-        outer = self.parent.lineages() if self.parent is not None else set()
-        return outer | {id(lineage) for _, lineage in self._lineages.values()}
+        scopes = (self, *self._outer)
+        return {id(lineage) for scope in scopes for _, lineage in scope._lineages.values()}
+
+    def producer(
+        self, value: Any, names: Sequence[str] | None = None
+    ) -> tuple[core.JaxprEqn, Sequence[Any]] | None:
+        """Returns the producing equation of a value, and its operands; None if unknown.
+
+        With `names`, only an equation of one of these primitives. A rule names the primitives if it
+        does without a hidden producing equation, unless `hide` says that the equation is one of a
+        primitive in `names`.
+        """
+        key = id(value)
+        for scope in (self, *self._outer):
+            if key in scope._producers:
+                eqn, operands, _ = scope._producers[key]
+                return (eqn, operands) if names is None or eqn.primitive.name in names else None
+            hidden = scope._producer_hidden.get(key)
+            if hidden is not None and (names is None or hidden[1] in names):
+                scope.asked_hidden.add(key)
+        return None
+
+    def cast_mask(self, value: Any) -> Any:
+        """Returns the booleans that a value of floating-point numbers is the cast of, or None."""
+        produced = self.producer(value, ("convert_element_type",))
+        if produced is None or getattr(produced[1][0], "dtype", None) != np.bool_:
+            return None
+        return produced[1][0] if jnp.issubdtype(value.dtype, jnp.floating) else None
+
+    def primitive(self, value: Any) -> str | None:
+        """Names the primitive that computes a value, also if its producing equation is hidden.
+
+        "" if `hide` does not name it; None if the value has no producing equation.
+        """
+        for scope in (self, *self._outer):
+            if id(value) in scope._producers:
+                return scope._producers[id(value)][0].primitive.name
+            if id(value) in scope._producer_hidden:
+                return scope._producer_hidden[id(value)][1]
+        return None
+
+    def record(
+        self, eqn: core.JaxprEqn, results: Sequence[Any], operands: Sequence[Any] = ()
+    ) -> None:
+        """Records the producing equation of values that have none yet.
+
+        So the producing equation of a call's result is the equation inside the call.
+        """
+        for result in results:
+            key = id(result)
+            if key not in self._producers:
+                self._producers[key] = (eqn, operands, result)
+
+    def hide(self, value: Any, name: str = "") -> None:
+        """Records that a value has a producing equation outside, which this scope does not see.
+
+        `name` is the primitive of this equation, if `producer` with it must count as asking for it.
+        """
+        self._producer_hidden[id(value)] = value, name
+
+
+class ProgramCache:
+    """Holds properties of called programs, shared by all scopes of one rewrite.
+
+    Attributes:
+      repeated: identities of the programs that are called several times.
+      table_rows: numbers of rows of the tables in which lookups were found.
+      most_rows: lookups in tables with more rows stay as they are; None without a bound.
+      has_constraints: whether the sharding of a deferred value is constrained.
+      leaves_unread: whether rows may differ from the original's that no result seems to depend on.
+      unread: whether there are such rows.
+      exceptions: conditions on which the original must run.
+      divisions: by broadcast, how a sharding constraint divides its candidates (`constraints`).
+    """
+
+    def __init__(self, repeated: frozenset[int] = frozenset()) -> None:
+        self.repeated = repeated
+        self.table_rows: set[int] = set()
+        self.most_rows: int | None = None
+        self.has_constraints = False
+        self.leaves_unread = False
+        self.unread = False
+        self.exceptions: list[Any] = []
+        self.divisions: dict[Any, Any] = {}
+        self._found: dict[Any, tuple[Any, Any]] = {}
+
+    def once(self, key: Any, find_out: Callable[[], Any], alive: Any = None) -> Any:
+        """Returns what `find_out` returned at the first call with this key.
+
+        `alive` holds the objects whose identities are in the key, so that these stay unique.
+        """
+        if key not in self._found:
+            self._found[key] = alive, find_out()
+        return self._found[key][1]
+
+    def is_plain(self, program: core.Jaxpr) -> bool:
+        """Whether a program, run on arrays, has no primitive that can make a broadcast."""
+
+        def find_out() -> bool:
+            return not any(
+                _may_broadcast(eqn) or not all(map(self.is_plain, inner_programs(eqn)))
+                for eqn in program.eqns
+            )
+
+        plain: bool = self.once(("plain", id(program)), find_out, program)
+        return plain
+
+    def looks_up(self, rows: Any) -> None:
+        """Records a lookup in a table; NotCovered if the table has more than `most_rows` rows."""
+        if not isinstance(rows, int):
+            return
+        if self.most_rows is not None and rows > self.most_rows:
+            raise NotCovered(f"work on the table's {rows} rows would cost more than on copies")
+        self.table_rows.add(rows)
+
+
+def _may_broadcast(eqn: core.JaxprEqn) -> bool:
+    if eqn.primitive.name == "broadcast_in_dim":
+        # Broadcasting a scalar costs nothing: XLA treats it as a constant.
+        operand: Any = eqn.invars[0].aval
+        result: Any = eqn.outvars[0].aval
+        return operand.ndim > 0 and not is_at_least(operand.size, result.size)
+    if eqn.primitive.name == "jit":
+        return equations.is_lookup(eqn)
+    if eqn.primitive.name in ("concatenate", "stack"):
+        # Copies of a slice broadcast it.
+        copies = len(eqn.invars) > 1 and all(v is eqn.invars[0] for v in eqn.invars)
+        axis, first = eqn.params.get("dimension"), eqn.invars[0].aval
+        return copies and (axis is None or first.shape[axis] == 1)  # type: ignore[attr-defined]
+    if eqn.primitive.name == "scan":
+        return hoisting.may_run_before(eqn)
+    if is_source(eqn.primitive.name):
+        return not any(True for _ in inner_programs(eqn))
+    return equations.grows(eqn)
