@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
+from problems_look_up import assert_sums
 from sharded_calls import KINDS, mesh_of, on
 
 import ikbo_jax as ikbo
@@ -30,12 +31,6 @@ def draw(dtype: str = "float32", shape: tuple[int, ...] = (3, 4), seed: int = 0)
     return user, values, jnp.asarray(rng.integers(-2, USERS + 2, BATCH), jnp.int32)
 
 
-def sums_of(values: jax.Array, index: jax.Array) -> np.ndarray:
-    expected = np.zeros((USERS, *values.shape[1:]))
-    np.add.at(expected, np.clip(index, 0, USERS - 1), np.asarray(values, np.float64))
-    return expected
-
-
 def pulled(user: jax.Array, index: jax.Array, values: jax.Array) -> jax.Array:
     return jax.vjp(lambda x: ikbo.look_up(x, index), user)[1](values)[0]
 
@@ -49,7 +44,7 @@ def test_results_and_gradients(dtype: str, shape: tuple[int, ...]) -> None:
     sums = ikbo.segment_sum(values, index, USERS)
     assert sums.dtype == dtype
     unit = float(jnp.finfo(dtype).eps)
-    np.testing.assert_allclose(np.asarray(sums, np.float64), sums_of(values, index), unit, unit)
+    assert_sums(sums, values, index, unit, unit)
     np.testing.assert_array_equal(pulled(user, index, values), sums)
     # The gradient of the gradient is the lookup; and so on.
     _, pull_back = jax.vjp(lambda x: pulled(user, index, x), values)
@@ -122,7 +117,8 @@ def test_sums_in_pairs_are_those_of_a_scatter(is_sorted: bool) -> None:
     index = jnp.sort(index) if is_sorted else index
     order = jnp.argsort(index)
     found = reference._sums_of_runs(values[order], index[order], USERS)
-    np.testing.assert_allclose(found, sums_of(values, index), rtol=1e-5, atol=1e-5)
+    assert found.shape == (USERS, 3, 4)
+    assert_sums(found, values, index, 1e-5, 1e-5)
 
 
 @pytest.mark.parametrize("kind", KINDS)

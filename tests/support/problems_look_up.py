@@ -21,7 +21,7 @@ def draw(
 def assert_sums(
     found: jax.Array, values: jax.Array, index: jax.Array, rtol: float, atol: float
 ) -> None:
-    """Holds the sums of users [users, width] to their relative and absolute error."""
+    """Holds the sums of users [users, ...] to their relative and absolute error."""
     expected = np.zeros(found.shape)
     np.add.at(expected, np.clip(index, 0, len(found) - 1), np.asarray(values, np.float64))
     np.testing.assert_allclose(np.asarray(found, np.float64), expected, rtol=rtol, atol=atol)
