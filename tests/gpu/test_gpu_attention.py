@@ -11,8 +11,8 @@ import numpy as np
 import on_gpu
 import problems
 import pytest
+from attention_basics import attend, own_tokens
 
-import ikbo_jax as ikbo
 from ikbo_jax.problems import AttentionConfig, AttentionProblem
 from ikbo_jax.problems.attention import HEAD_DIMS, MAX_BLOCK_KV
 from ikbo_jax.reference import attention as reference
@@ -54,14 +54,9 @@ SHAPES = {
     "gqa": Shape(5, 50, 64, 300, 8, 2, 128, "unsorted"),
     "mqa": Shape(5, 50, 32, 300, 6, 1, 128, "unsorted"),
 } | {f"h{h}": Shape(5, 50, 64, 300, 2, 2, h, "unsorted", "ragged") for h in HEAD_DIMS}
-run_kernel = functools.partial(ikbo.attention, implementation="mosaic_gpu", return_residuals=True)
+run = functools.partial(attend, implementation="mosaic_gpu", return_residuals=True)
 # Compiled whole: operation by operation, a GPU takes half a minute for every new shape.
 materialised = jax.jit(reference.materialised, static_argnames="scale")
-
-
-def run(inputs: problems.AttentionInputs, **options):
-    *arrays, lengths = inputs
-    return run_kernel(*arrays, key_value_seq_lengths=lengths, **options)
 
 
 def check(actual, inputs, scale=None, where=..., ranges=None, **own) -> None:
@@ -72,45 +67,26 @@ def check(actual, inputs, scale=None, where=..., ranges=None, **own) -> None:
     scale = inputs.query.shape[-1] ** -0.5 if scale is None else scale
     wide = inputs._replace(query=inputs.query.astype(jnp.float32))
     oracle, oracle_lse = materialised(*wide, scale=scale, ranges=ranges, **own)
-    *arrays, lengths = inputs
-    plain = ikbo.attention(
-        *arrays,
-        key_value_seq_lengths=lengths,
-        key_value_ranges=ranges,
-        scale=scale,
-        implementation="xla",
-        **own,
-    )
+    plain = attend(inputs, key_value_ranges=ranges, scale=scale, implementation="xla", **own)
     out, lse = actual
     chex.assert_equal_shape([out, oracle])
     problems.assert_within_error_rule(out[where], oracle[where], plain[where])
     np.testing.assert_allclose(lse[where], oracle_lse[where], rtol=1e-4, atol=1e-4)
 
 
-def own_tokens(shape: Shape, dtype: str = "bfloat16") -> dict[str, jax.Array]:
-    """Key and value of one own token of each candidate."""
-    size = (shape.candidates, 1, shape.kv_heads, shape.head_dim)
-    rng = np.random.default_rng(5)
-    return {name: problems.random_array(rng, size, dtype) for name in ("self_key", "self_value")}
-
-
 @pytest.mark.parametrize("dtype", problems.HALF_DTYPES)
 @pytest.mark.parametrize("name", [name for name in SHAPES if SHAPES[name].head_dim <= 128])
 def test_attention_own_token_in_the_kernel(name, dtype):
-    inputs, own = (
-        problems.make_attention_inputs(SHAPES[name], dtype),
-        own_tokens(SHAPES[name], dtype),
-    )
+    inputs = problems.make_attention_inputs(SHAPES[name], dtype)
+    own = own_tokens(SHAPES[name], 1, dtype)
     for config in (AttentionConfig(), AttentionConfig(one_user=True, q_slots=1)):
         check(run(inputs, config=config, **own), inputs, **own)
 
 
 def check_repeats(inputs: problems.AttentionInputs, times: int, **options) -> None:
     """Checks one result, and that the others are equal to it bit for bit."""
-    results = [run(inputs, **options) for _ in range(times)]
-    check(results[0], inputs)
-    for other in results[1:]:
-        assert all(map(np.array_equal, results[0], other))
+    repeated = functools.partial(run, **options)
+    check(on_gpu.assert_repeats(repeated, (inputs,), times - 1), inputs)
 
 
 @pytest.mark.parametrize("dtype", problems.HALF_DTYPES)
@@ -269,11 +245,7 @@ def test_attention_order_of_candidates_does_not_matter():
 
 
 def test_attention_a_hundred_repeats_are_bitwise_equal():
-    inputs = problems.make_attention_inputs(DEFAULT)
-    first = run(inputs)
-    for _ in range(100):
-        for again, expected in zip(run(inputs), first, strict=True):
-            assert bool(jnp.array_equal(again, expected))
+    on_gpu.assert_repeats(run, (problems.make_attention_inputs(DEFAULT),), 100)
 
 
 def test_attention_many_candidates():
@@ -290,24 +262,9 @@ def test_attention_many_candidates():
 
 def test_attention_own_tokens():
     shape = SHAPES["odd_counts"]
-    inputs = problems.make_attention_inputs(shape)
-    rng = np.random.default_rng(1)
-    own_shape = (shape.candidates, 3, shape.kv_heads, shape.head_dim)
-    own = {
-        f"self_{kind}": problems.random_array(rng, own_shape, "bfloat16")
-        for kind in ("key", "value")
-    }
-    *arrays, lengths = inputs
-    found, plain = (
-        ikbo.attention(
-            *arrays,
-            key_value_seq_lengths=lengths,
-            return_residuals=True,
-            implementation=implementation,
-            **own,
-        )
-        for implementation in ("mosaic_gpu", "xla")
-    )
+    inputs, own = problems.make_attention_inputs(shape), own_tokens(shape, 3, "bfloat16")
+    found = run(inputs, **own)
+    plain = attend(inputs, return_residuals=True, implementation="xla", **own)
     # The two differ by where the weights are rounded.
     chex.assert_trees_all_close(
         *(jax.tree.map(lambda x: x.astype(jnp.float32), r) for r in (found, plain)), atol=0.02

@@ -56,9 +56,8 @@ def test_gdpa_caps(activation, approx, is_causal, head_dim, dtype) -> None:
     options["mask"] = ikbo.masks.causal() if is_causal else None
 
     def run(*floats: jax.Array, implementation: str) -> jax.Array:
-        offsets = arrays.cu_seqlens_q, arrays.cu_seqlens_kv
-        options["implementation"] = implementation
-        return ikbo.gdpa(*floats, *offsets, logit_cap=LOGIT_CAP, output_scale=0.1, **options)
+        options.update(implementation=implementation, logit_cap=LOGIT_CAP, output_scale=0.1)
+        return ikbo.gdpa(*floats, *arrays[3:5], **options)
 
     check(run, arrays[:3])
 
@@ -79,9 +78,8 @@ def test_attention_caps(sizes: Any, dtype: Any) -> None:
     *floats, index, lengths = problems.make_attention_inputs(problems.AttentionShape(*sizes), dtype)
 
     def run(*floats: jax.Array, implementation: str) -> jax.Array:
-        options: dict[str, Any] = {"key_value_seq_lengths": lengths, "scale": 0.3}
-        options["implementation"] = implementation
-        return ikbo.attention(*floats, index, logit_cap=LOGIT_CAP, **options)
+        options = {"key_value_seq_lengths": lengths, "scale": 0.3, "logit_cap": LOGIT_CAP}
+        return ikbo.attention(*floats, index, implementation=implementation, **options)
 
     check(run, floats)
 

@@ -1,10 +1,8 @@
 """Times on a Hopper GPU by JAX's profiler, and the tuner that relies on them."""
 
-import subprocess
-import sys
-
 import jax
 import jax.numpy as jnp
+import on_gpu
 import pytest
 
 from ikbo_jax._timing import device_time
@@ -61,6 +59,4 @@ if __name__ == "__main__":
     assert not stand._failures, stand._failures
     print(len(stand._checked), "checked")
 """
-    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
-    assert ended.returncode == 0, ended.stderr[-2000:]
-    assert "2 checked" in ended.stdout
+    assert "2 checked" in on_gpu.run_python(script)

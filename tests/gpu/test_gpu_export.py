@@ -1,13 +1,13 @@
 """Programs that were exported without a GPU give on a Hopper GPU what the op gives there."""
 
-import os
+import functools
 import pathlib
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import on_gpu
+import problems
 import pytest
 from jax import export
 
@@ -72,16 +72,8 @@ def artefacts(request, tmp_path_factory) -> tuple[pathlib.Path, bool]:
     device, is_this = jax.devices()[0], request.param == "this card"
     # More CTAs than fit at once, too: no kernel waits for a CTA that may not be running.
     num_sms = device.core_count if is_this else device.core_count + 13
-    run = subprocess.run(
-        [sys.executable, "-c", DEFINITIONS + EXPORT, folder, device.device_kind, str(num_sms)],
-        cwd=pathlib.Path(__file__).parents[2],
-        env={**os.environ, "JAX_PLATFORMS": "cpu"},
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-    )
-    assert run.returncode == 0, run.stderr
+    arguments = folder, device.device_kind, num_sms
+    on_gpu.run_python(DEFINITIONS + EXPORT, *arguments, JAX_PLATFORMS="cpu")
     return folder, is_this
 
 
@@ -101,10 +93,8 @@ def inputs(name: str) -> list[jax.Array]:
     ]
 
 
-def assert_near(found: jax.Array, expected: jax.Array) -> None:
-    """Two roundings of bfloat16, relative to the largest value."""
-    x, y = np.asarray(found, np.float32), np.asarray(expected, np.float32)
-    assert np.max(np.abs(x - y)) <= 2.0**-7 * np.max(np.abs(y))
+#: Two roundings of bfloat16, relative to the largest value.
+assert_near = functools.partial(problems.assert_near, part=2.0**-7)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -138,15 +128,7 @@ assert not [name for name in sys.modules if name.startswith("ikbo_jax")]
 @pytest.mark.parametrize("name", CASES)
 def test_artefact_runs_where_no_kernel_was_traced(name: str, artefacts) -> None:
     folder, _ = artefacts
-    run = subprocess.run(
-        [sys.executable, "-c", LOAD, folder / name],
-        env={**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"},
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
-    assert run.returncode == 0, run.stderr[-2000:]
+    on_gpu.run_python(LOAD, folder / name, XLA_PYTHON_CLIENT_PREALLOCATE="false")
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -162,8 +144,7 @@ def test_gradient_of_an_artefact_is_that_of_the_op(name: str, artefacts) -> None
 
         return jax.jit(jax.grad(loss, floats))(*arrays)
 
-    for found, expected in zip(gradient(loaded.call), gradient(fn), strict=True):
-        assert_near(found, expected)
+    assert_near(gradient(loaded.call), gradient(fn))
 
 
 def test_a_program_planned_for_another_target_runs_in_this_process() -> None:

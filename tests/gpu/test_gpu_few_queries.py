@@ -9,8 +9,9 @@ import on_gpu
 import oracle_attention
 import problems
 import pytest
+from attention_basics import own_tokens
 from problems_look_up import draw_index
-from test_gpu_attention import check, check_repeats, own_tokens, problem_of, run
+from test_gpu_attention import check, check_repeats, problem_of, run
 
 import ikbo_jax as ikbo
 from ikbo_jax.pallas.worklist import counted_order
@@ -94,7 +95,8 @@ def test_few_queries_shapes_and_configs(name, config):
 def test_few_queries_ranges_of_keys_and_own_tokens(name, config, has_own):
     shape = (SHAPES | WIDE_HEADS)[name]
     chosen = (CONFIGS_OF_WIDE_HEADS if name in WIDE_HEADS else CONFIGS)[config]
-    inputs, own = problems.make_attention_inputs(shape), own_tokens(shape) if has_own else {}
+    inputs = problems.make_attention_inputs(shape)
+    own = own_tokens(shape, 1, "bfloat16") if has_own else {}
     ranges = jnp.asarray(oracle_attention.ranges_of_keys(shape.candidates, shape.kv_len))
     results = run(inputs, config=chosen, key_value_ranges=ranges, **own)
     check(results, inputs, ranges=ranges, **own)

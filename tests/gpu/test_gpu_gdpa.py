@@ -115,9 +115,14 @@ def check(actual, arrays: reference.Arrays, settings: reference.Settings) -> Non
     assert float(difference) <= 2 * float(error) + extra
 
 
-def check_shape(shape: Shape, activation, dtype="bfloat16", config=None, **options) -> None:
-    arrays = problems_gdpa.make_arrays(shape, dtype)
+def make(shape: Shape, activation, dtype="bfloat16", seed=0, **options) -> tuple:
+    """Makes arrays and settings."""
     settings = problems_gdpa.make_settings(shape, activation, **options)
+    return problems_gdpa.make_arrays(shape, dtype, seed), settings
+
+
+def check_shape(shape: Shape, activation, dtype="bfloat16", config=None, **options) -> None:
+    arrays, settings = make(shape, activation, dtype, **options)
     check(run(arrays, settings, config=config), arrays, settings)
 
 
@@ -166,8 +171,8 @@ def test_gdpa_scales(scale, output_scale, activation):
 def test_gdpa_scales_of_sequences(activation):
     """The kernel's result, and its cotangent, are rounded once more."""
     shape = of((300, 1, 129), (300, 1, 129), before=3, after=70)
-    arrays, scales = problems_gdpa.make_arrays(shape), np.asarray([0.01, 3, -1], np.float32)
-    settings = problems_gdpa.make_settings(shape, activation, output_scale=1.0)
+    arrays, settings = make(shape, activation, output_scale=1.0)
+    scales = np.asarray([0.01, 3, -1], np.float32)
     d_out = problems_gdpa.cotangent(arrays, settings)
     factor = np.zeros((len(d_out), 1, 1))
     factor[3:433, 0, 0] = np.repeat(scales, shape.q_lens)
@@ -225,8 +230,7 @@ def test_gdpa_drawn_lengths(q_lens, kv_lens, before, seed, how):
     activation, config = how
     totals = (sum(q_lens), sum(kv_lens))
     shape = of(tuple(q_lens), tuple(kv_lens), before=before, after=1)
-    arrays = problems_gdpa.make_arrays(shape, seed=seed)
-    settings = problems_gdpa.make_settings(shape, activation)
+    arrays, settings = make(shape, activation, seed=seed)
     assert totals[0] + before + 1 == arrays.query.shape[0]
     check(run(arrays, settings, config=CONFIGS[config]), arrays, settings)
 
@@ -234,11 +238,8 @@ def test_gdpa_drawn_lengths(q_lens, kv_lens, before, seed, how):
 @pytest.mark.parametrize("activation", ["silu", "softmax"])
 @pytest.mark.parametrize("bad", [[-5, 2**31 - 1, 3], [300, 20, 10], [7, 7, 7]])
 def test_gdpa_bad_offsets_read_nothing_outside(bad, activation):
-    shape = of((60, 70), (60, 70))
-    arrays = problems_gdpa.make_arrays(shape)
-    wild = jnp.asarray(bad, jnp.int32)
+    (arrays, settings), wild = make(of((60, 70), (60, 70)), activation), jnp.asarray(bad, jnp.int32)
     arrays = arrays._replace(cu_seqlens_q=wild, cu_seqlens_kv=wild)
-    settings = problems_gdpa.make_settings(shape, activation)
     for config in (None, ShortGdpaConfig(ctas=1, finds_tiles=True)):
         check(run(arrays, settings, config=config), arrays, settings)
 
@@ -248,9 +249,7 @@ def test_gdpa_bad_offsets_read_nothing_outside(bad, activation):
 @pytest.mark.parametrize("longest", [None, 1, 50, 130])
 def test_gdpa_ctas_find_their_tiles(longest, name, activation):
     """Rows past the bounds, and of no sequence, become zeros."""
-    arrays = problems_gdpa.make_arrays(SHAPES[name])
-    settings = problems_gdpa.make_settings(SHAPES[name], activation)
-    settings = settings._replace(max_seqlen_kv=longest)
+    arrays, settings = make(SHAPES[name], activation, max_seqlen_kv=longest)
     if not settings.broadcast_q:
         settings = settings._replace(max_seqlen_q=longest)
     config = ShortGdpaConfig(32, 64, 2, 1, finds_tiles=True)
@@ -277,10 +276,8 @@ PREFERRED = {
 @pytest.mark.parametrize("name", PREFERRED)
 def test_gdpa_where_the_kernel_for_short_sequences_is_the_default(name, activation, dtype):
     shape, (max_seqlen_q, max_seqlen_kv) = PREFERRED[name]
-    arrays = problems_gdpa.make_arrays(shape, dtype)
-    settings = problems_gdpa.make_settings(
-        shape, activation, max_seqlen_q=max_seqlen_q, max_seqlen_kv=max_seqlen_kv
-    )
+    bounds = {"max_seqlen_q": max_seqlen_q, "max_seqlen_kv": max_seqlen_kv}
+    arrays, settings = make(shape, activation, dtype, **bounds)
     (plan,) = ikbo.explain(functools.partial(run, settings=settings), arrays).plans
     assert isinstance(plan.config, ShortGdpaConfig)
     check(run(arrays, settings), arrays, settings)
@@ -304,8 +301,7 @@ def spoil(arrays: reference.Arrays, bad: float, row: int = 200) -> reference.Arr
 def test_gdpa_bad_values_stay_in_their_sequence(activation, bad, rows, config):
     first, third = rows
     shape = of((first, 3, third, 64), (first, 3, third, 5))
-    clean = problems_gdpa.make_arrays(shape)
-    settings = problems_gdpa.make_settings(shape, activation)
+    clean, settings = make(shape, activation)
     out, expected = (
         run(arrays, settings, config=config) for arrays in (spoil(clean, bad, first), clean)
     )
@@ -316,13 +312,8 @@ def test_gdpa_bad_values_stay_in_their_sequence(activation, bad, rows, config):
 
 @pytest.mark.parametrize("activation", ["gelu", "softmax"])
 def test_gdpa_a_hundred_repeats_are_bitwise_equal(activation):
-    arrays = problems_gdpa.make_arrays(SHAPES["self"])
-    settings = problems_gdpa.make_settings(SHAPES["self"], activation)
-    compiled = jax.jit(functools.partial(run, settings=settings))
-    expected, wrong = compiled(arrays), jnp.int32(0)
-    for _ in range(100):
-        wrong = on_gpu.count_if_different(wrong, compiled(arrays), expected)
-    assert int(wrong) == 0
+    arrays, settings = make(SHAPES["self"], activation)
+    on_gpu.assert_repeats(jax.jit(functools.partial(run, settings=settings)), (arrays,), 100)
 
 
 @on_gpu.soaks

@@ -1,6 +1,7 @@
 """The backward kernels of GDPA on a Hopper GPU: gradients, determinism, isolation."""
 
 import functools
+from typing import Any
 
 import hypothesis
 import hypothesis.strategies as st
@@ -11,6 +12,7 @@ import on_gpu
 import problems
 import problems_gdpa
 import pytest
+import test_gpu_gdpa
 from problems_gdpa import Shape
 
 from ikbo_jax.ops import dispatch, gdpa
@@ -100,16 +102,16 @@ def check(actual: tuple, arrays: Arrays, settings: Settings, d_out: jax.Array) -
         problems.assert_within_error_rule(array, jnp.where(jnp.isnan(want), 0, want), rounded)
 
 
-def make(shape: Shape, activation: str) -> tuple[Arrays, Settings, jax.Array]:
+def make(
+    shape: Shape, activation: Any, dtype: str = "bfloat16", seed: int = 0, **options: Any
+) -> tuple[Arrays, Settings, jax.Array]:
     """Makes arrays, settings and the cotangent of the result."""
-    arrays = problems_gdpa.make_arrays(shape)
-    settings = problems_gdpa.make_settings(shape, activation)
+    arrays, settings = test_gpu_gdpa.make(shape, activation, dtype, seed, **options)
     return arrays, settings, problems_gdpa.cotangent(arrays, settings)
 
 
 def check_shape(shape: Shape, activation="gelu_tanh", dtype="bfloat16", seed=0, **options) -> None:
-    arrays = problems_gdpa.make_arrays(shape, dtype, seed)
-    check_arrays(arrays, problems_gdpa.make_settings(shape, activation), **options)
+    check_arrays(*make(shape, activation, dtype, seed)[:2], **options)
 
 
 def check_arrays(arrays: Arrays, settings: Settings, **options) -> None:
@@ -167,29 +169,25 @@ def test_gradients_of_every_block(block, activation):
 @pytest.mark.parametrize("dtype", problems.HALF_DTYPES)
 def test_gradients_of_a_softmax_of_large_scores(factor, dtype):
     """Weights near 0 and 1, whose exponents round."""
-    shape = SHAPES["self"]
-    arrays = problems_gdpa.make_arrays(shape, dtype)
-    settings = problems_gdpa.make_settings(shape, "softmax")
+    arrays, settings, _ = make(SHAPES["self"], "softmax", dtype)
     check_arrays(arrays, settings._replace(scale=factor * settings.scale))
 
 
 @pytest.mark.parametrize("activation", KINDS)
 @pytest.mark.parametrize("limits", [(100, None), (None, 65), (64, 1)])
 def test_gradients_of_sequences_cut_off(limits, activation):
-    shape = SHAPES["self"]
-    arrays = problems_gdpa.make_arrays(shape)
-    settings = problems_gdpa.make_settings(shape, activation)
-    check_arrays(arrays, settings._replace(max_seqlen_q=limits[0], max_seqlen_kv=limits[1]))
+    longest_q, longest_kv = limits
+    bounds = {"max_seqlen_q": longest_q, "max_seqlen_kv": longest_kv}
+    check_arrays(*make(SHAPES["self"], activation, **bounds)[:2])
 
 
 @pytest.mark.parametrize("activation", KINDS)
 def test_gradients_of_bad_offsets(activation):
     """What lies outside is clamped, and falling offsets are empty sequences."""
-    shape = SHAPES["self"]
-    arrays = problems_gdpa.make_arrays(shape)
+    arrays, settings, _ = make(SHAPES["self"], activation)
     offsets = jnp.asarray([-5, 300, 200, 430, 2**31 - 1], jnp.int32)
     arrays = arrays._replace(cu_seqlens_q=offsets, cu_seqlens_kv=offsets)
-    check_arrays(arrays, problems_gdpa.make_settings(shape, activation))
+    check_arrays(arrays, settings)
 
 
 @pytest.mark.parametrize("activation", KINDS)

@@ -3,9 +3,8 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-import problems_gdpa
 import pytest
-from test_gpu_gdpa import CONFIGS, DTYPES, SHAPES, check, of, run, spoil
+from test_gpu_gdpa import CONFIGS, DTYPES, SHAPES, check, make, of, run, spoil
 
 from ikbo_jax.ops import dispatch
 from ikbo_jax.pallas.flash import attention
@@ -23,8 +22,7 @@ pytestmark = pytest.mark.gpu
 @pytest.mark.parametrize("name", ["empty", "many_short", "gqa", "indexed", "pma", "h64", "h96"])
 def test_gdpa_short_softmax(name, dtype):
     """The gradient shows that lse is right."""
-    arrays = problems_gdpa.make_arrays(SHAPES[name], dtype)
-    settings = problems_gdpa.make_settings(SHAPES[name], "softmax")
+    arrays, settings = make(SHAPES[name], "softmax", dtype)
     config = ShortGdpaConfig(64, 64, 2, 1)
     check(run(arrays, settings, config=config), arrays, settings)
 
@@ -39,8 +37,7 @@ def test_gdpa_short_softmax(name, dtype):
 
 @pytest.mark.parametrize("name", ["self", "empty", "pma_indexed"])
 def test_gdpa_softmax_lse(name):
-    arrays = problems_gdpa.make_arrays(SHAPES[name])
-    settings = problems_gdpa.make_settings(SHAPES[name], "softmax")
+    arrays, settings = make(SHAPES[name], "softmax")
     tiles = by_xla.query_tiles(Offsets.of(arrays, settings), size=TILE_ROWS)
     _, lse = attention.jagged_attention_kernel(
         *arrays[:3],
@@ -68,9 +65,8 @@ def test_gdpa_softmax_lse(name):
 def test_gdpa_softmax_of_growing_scores(config, dtype):
     """Far above the first block's maximum: such tiles are computed again."""
     shape = of((200, 3, 330, 64), (400, 3, 330, 5), after=3)
-    arrays = problems_gdpa.make_arrays(shape, dtype)
+    arrays, settings = make(shape, "softmax", dtype)
     arrays = arrays._replace(key=arrays.key.at[jnp.array([395, 403 + 140])].multiply(50))
-    settings = problems_gdpa.make_settings(shape, "softmax")
     check(run(arrays, settings, config=CONFIGS[config]), arrays, settings)
 
 
@@ -78,8 +74,7 @@ def test_gdpa_softmax_of_growing_scores(config, dtype):
 def test_gdpa_softmax_bad_values_stay_in_their_sequence(bad):
     """Not bit by bit: tiles whose blocks reach into the bad sequence are computed again."""
     shape = of((200, 3, 130, 64), (200, 3, 130, 5))
-    clean = problems_gdpa.make_arrays(shape)
-    settings = problems_gdpa.make_settings(shape, "softmax")
+    clean, settings = make(shape, "softmax")
     spoiled = spoil(clean, bad)
     out = run(spoiled, settings)
     assert not np.any(np.isfinite(out[200:203].astype(jnp.float32)))
@@ -91,9 +86,8 @@ def test_gdpa_softmax_of_more_tiles_than_flags():
     """Several tiles share a flag; a softmax over one key is 1, and blocks reach into NaNs."""
     count = 20_000
     shape = of((1,) * count, (1,) * count, q_heads=1, kv_heads=1, head_dim=64)
-    arrays = problems_gdpa.make_arrays(shape)
+    arrays, settings = make(shape, "softmax")
     arrays = arrays._replace(value=arrays.value.at[777::5000].set(jnp.nan))
-    settings = problems_gdpa.make_settings(shape, "softmax")
     out = run(arrays, settings).astype(jnp.float32)
     expected = arrays.value.astype(jnp.float32) * jnp.float32(settings.output_scale)
     np.testing.assert_allclose(out, expected, rtol=2.0**-7)

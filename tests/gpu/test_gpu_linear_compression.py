@@ -206,25 +206,14 @@ SMALL_TILES = problems.LinearCompressionShape(100, 8192, 16, 200, 40, 32, "unsor
 def test_a_hundred_repeats_are_bitwise_equal(shape, config):
     inputs = problems.make_inputs(shape, "bfloat16")
     run = jax.jit(functools.partial(run_kernel, config=config))
-    first = run(*inputs)
-    check(first, inputs.levels)
-    for _ in range(100):
-        assert bool(jnp.array_equal(run(*inputs), first))
-
-
-def _mismatches(run, arguments, expected, times: int) -> int:
-    """How many of `times` results differ; counted on the device, so that launches follow close."""
-    count = jnp.int32(0)
-    for _ in range(times):
-        count = on_gpu.count_if_different(count, run(*arguments), expected)
-    return int(count)
+    check(on_gpu.assert_repeats(run, inputs, 100), inputs.levels)
 
 
 def test_ten_thousand_single_launches():
     shape = problems.LinearCompressionShape(15, 128, 433, 256, 128, 256, "unsorted")
     inputs = problems.make_inputs(shape, "bfloat16")
     run = jax.jit(functools.partial(run_kernel, config=CONFIGS["default"]))
-    assert _mismatches(run, inputs, run(*inputs), 10_000) == 0
+    on_gpu.assert_repeats(run, inputs, 10_000)
 
 
 def test_single_launch_while_long_kernels_hold_half_of_the_sms():
@@ -244,13 +233,15 @@ def test_single_launch_while_long_kernels_hold_half_of_the_sms():
     )
     run = jax.jit(functools.partial(run_kernel, config=CONFIGS["default"]))
     expected = run(*inputs)
-    wrong = 0
+    wrong = jnp.int32(0)
     for _ in range(100):
         with stream:
             spin((66,), (64,), (np.int64(2_000_000),), shared_mem=200 * 1024)
-        wrong += _mismatches(run, inputs, expected, 10)
+        for _ in range(10):
+            wrong = on_gpu.count_if_different(wrong, run(*inputs), expected)
+        jax.block_until_ready(wrong)
     stream.synchronize()
-    assert wrong == 0
+    assert int(wrong) == 0
 
 
 @pytest.fixture

@@ -12,6 +12,7 @@ import pytest
 from test_gpu_linear_compression import DEFAULT, KERNEL_SHAPES
 
 import ikbo_jax as ikbo
+from ikbo_jax.cases.case import widened
 from ikbo_jax.ops import dispatch
 from ikbo_jax.ops.linear_compression_backward import Arrays, kernel_vjp, problem_of
 from ikbo_jax.problems import linear_compression_backward as configs
@@ -29,12 +30,9 @@ def make_gradients(levels: Arrays):
 
 
 def cotangent_of(levels: Arrays, seed: int = 1) -> jax.Array:
-    shape = (
-        levels.embeddings[-1].shape[0],
-        levels.weights[0].shape[0],
-        levels.embeddings[0].shape[2],
-    )
-    return problems.random_array(np.random.default_rng(seed), shape, levels.weights[0].dtype)
+    weight, (candidates, _, n) = levels.weights[0], levels.embeddings[-1].shape
+    shape = candidates, len(weight), n
+    return problems.random_array(np.random.default_rng(seed), shape, weight.dtype)
 
 
 # Compiled whole: operation by operation, a GPU takes half a minute for every new shape.
@@ -48,11 +46,7 @@ def expected_and_plain(levels: Arrays, cotangent: jax.Array) -> tuple:
 
         return jax.vjp(compress, *levels[:2])[1](cotangent)
 
-    wide = jax.tree.map(
-        lambda x: x.astype(jnp.float32) if jnp.issubdtype(x.dtype, jnp.floating) else x,
-        (levels, cotangent),
-    )
-    expected = pull_back(*wide, jax.lax.Precision.HIGHEST)
+    expected = pull_back(*widened((levels, cotangent)), jax.lax.Precision.HIGHEST)
     return expected, pull_back(levels, cotangent, None)
 
 
@@ -154,11 +148,7 @@ def test_vmap_of_gradients_and_second_derivatives():
 def test_gradients_repeat_bitwise(users):
     levels = levels_of(DEFAULT._replace(users=users))
     cotangent = cotangent_of(levels)
-    run = make_gradients(levels)
-    first, count = run(*levels, cotangent), jnp.int32(0)
-    for _ in range(50):
-        count = on_gpu.count_if_different(count, run(*levels, cotangent), first)
-    assert int(count) == 0
+    on_gpu.assert_repeats(make_gradients(levels), (*levels, cotangent), 50)
 
 
 @pytest.mark.parametrize("bad", [jnp.nan, jnp.inf])

@@ -76,10 +76,7 @@ def test_gpu_sums_of_all_configurations(size: tuple, dtype: str) -> None:
         kernel = functools.partial(
             segment_sum_kernel, users=users, config=config, is_sorted=problem.is_sorted
         )
-        compiled = jax.jit(kernel)
-        found = compiled(values, index)
-        check(found, *oracle)
-        np.testing.assert_array_equal(found, compiled(values, index))
+        check(on_gpu.assert_repeats(jax.jit(kernel), (values, index), 1), *oracle)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -90,9 +87,7 @@ def test_gpu_shares_of_a_long_user(dtype: str, monkeypatch: pytest.MonkeyPatch) 
     compiled = jax.jit(
         functools.partial(segment_sum_kernel, users=400, config=SegmentSumConfig(8, 4))
     )
-    found = compiled(values, index)
-    check(found, *oracle)
-    np.testing.assert_array_equal(found, compiled(values, index))
+    check(on_gpu.assert_repeats(compiled, (values, index), 1), *oracle)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -174,12 +169,7 @@ for size, dtype, config in (
     look_up_kernel(values, index, config=LookUpConfig(streams=True)).block_until_ready()
 print("FINISHED")
 """
-
-
-@on_gpu.sanitizes
-@pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
-def test_gpu_sanitized(tool: str) -> None:
-    on_gpu.assert_sanitized(tool, SCRIPT)
+test_gpu_sanitized = on_gpu.sanitizer_test(SCRIPT)
 
 
 @on_gpu.soaks

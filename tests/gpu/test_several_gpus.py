@@ -23,36 +23,19 @@ ROUNDING = 2.0**-7
 COLLECTIVE = re.compile(r" (all-\w+|collective-permute|reduce-scatter)(?:-start)?\(")
 
 
-def attend(query, key, value, index, lengths):
-    out, lse = ikbo.attention(
-        query,
-        key,
-        value,
-        index,
-        key_value_seq_lengths=lengths,
-        return_residuals=True,
-        implementation="mosaic_gpu",
-    )
+#: The ops on their arrays; the last one of attention are lengths, of gdpa the index.
+compress = functools.partial(ikbo.linear_compression, implementation="mosaic_gpu")
+
+
+def attend(*arrays):
+    options = {"key_value_seq_lengths": arrays[-1], "return_residuals": True}
+    out, lse = ikbo.attention(*arrays[:-1], **options, implementation="mosaic_gpu")
     return out + lse[..., None].astype(out.dtype)
 
 
-def compress(w_cand, w_user, e_cand, e_user, index):
-    return ikbo.linear_compression(
-        w_cand, w_user, e_cand, e_user, index, implementation="mosaic_gpu"
-    )
-
-
-def act(query, key, value, offsets, memory_offsets, index):
-    return ikbo.gdpa(
-        query,
-        key,
-        value,
-        offsets,
-        memory_offsets,
-        q_to_kv=index,
-        max_seqlen_q=T,
-        implementation="mosaic_gpu",
-    )
+def act(*arrays):
+    options = {"q_to_kv": arrays[-1], "max_seqlen_q": T}
+    return ikbo.gdpa(*arrays[:-1], **options, implementation="mosaic_gpu")
 
 
 def inputs(name: str):

@@ -47,6 +47,7 @@ def launch(
 ) -> tuple:
     """The kernel's host function, and the shapes it takes; `rule` is that of the mask."""
     options: dict[str, Any] = {"out_rows": problem.q_rows, "num_sms": NUM_SMS}
+    options["return_residuals"] = is_softmax(problem)
     logit_cap = LOGIT_CAP if problem.has_logit_cap else None
     settings = Settings(problem.activations, problem.approx, *scales, logit_cap, rule=rule)
     is_found = isinstance(config, ShortGdpaConfig) and config.finds_tiles
@@ -58,21 +59,13 @@ def launch(
             sizes = query.shape[0], key.shape[0], *bounds
             tiles = Offsets(None if problem.broadcast_q else ints[0], ints[1], None, *sizes)
         operands = (query, key, value, tiles, settings)
-        if problem.mask:
-            seen = ints[2] if rule is None else None
-            return kernel.gdpa_forward(
-                *operands, config=config, seen=seen, return_residuals=True, **options
-            )
         if isinstance(config, ShortGdpaConfig):
-            has_residuals = is_softmax(problem)
-            return short_gdpa.short_gdpa(
-                *operands, return_residuals=has_residuals, config=config, **options
-            )
-        if is_softmax(problem):
-            return attention.jagged_attention_kernel(
-                *operands, return_residuals=True, config=config.for_softmax, **options
-            )
-        return kernel.gdpa_forward(*operands, config=config, **options)
+            return short_gdpa.short_gdpa(*operands, config=config, **options)
+        if is_softmax(problem) and not problem.mask:
+            softmax = {"config": config.for_softmax, **options}
+            return attention.jagged_attention_kernel(*operands, **softmax)
+        seen = ints[2] if len(ints) > 2 else None
+        return kernel.gdpa_forward(*operands, config=config, seen=seen, **options)
 
     def shape(rows: int, heads: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((rows, heads, problem.head_dim), jnp.dtype(problem.dtype))

@@ -46,10 +46,6 @@ class Case:
         return self.config or backward_configs.default_config(self.head_dim)
 
     @property
-    def num_results(self) -> int:
-        return 2 if self.is_for_keys else 1
-
-    @property
     def problem(self) -> GdpaBackwardProblem:
         """Without the cap: of some cases, only the other kernel spills with one."""
         sizes = (BATCH, BATCH, ROWS, ROWS, len(self.activations), self.kv_heads, self.head_dim)
@@ -63,7 +59,8 @@ class Case:
     @property
     def smem_bytes(self) -> int:
         reads_stored = self.stored_rows > 0 and not self.is_for_keys
-        softmax_results = self.num_results if self.has_softmax and not reads_stored else None
+        results = 2 if self.is_for_keys else 1
+        softmax_results = results if self.has_softmax and not reads_stored else None
         shared = self.chosen.shared(self.head_dim, softmax_results, self.has_mask, reads_stored)
         return memory.smem_bytes(shared)
 

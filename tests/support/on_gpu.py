@@ -86,6 +86,30 @@ def count_if_different(count: jax.Array, actual: Any, expected: Any) -> jax.Arra
     return count + jnp.any(jnp.stack(jax.tree.leaves(differs))).astype(jnp.int32)
 
 
+def assert_repeats(run: Callable[..., Any], arguments: Sequence[Any], times: int) -> Any:
+    """Holds `times` more results to the first one, which it returns."""
+    first, wrong = run(*arguments), jnp.int32(0)
+    for _ in range(times):
+        wrong = count_if_different(wrong, run(*arguments), first)
+    assert int(wrong) == 0
+    return first
+
+
+def run_python(script: str, *arguments: Any, **environment: str) -> str:
+    """Runs a script in a process of its own, from the repository; returns what it prints."""
+    ended = subprocess.run(
+        [sys.executable, "-c", script, *map(str, arguments)],
+        cwd=ROOT,
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr[-2000:]
+    return ended.stdout
+
+
 def soak(cases: Sequence[tuple[Callable[[Any], Any], Any, Any]]) -> None:
     """`SOAK_SECONDS` of launches in random order: no hang, no result unlike the first.
 
