@@ -8,11 +8,10 @@ import sys
 import time
 
 import pytest
-from processes import child_environment, heeding_interrupts
+from processes import ROOT, child_environment, heeding_interrupts, until
 
 from examples import several_processes as example
 
-ROOT = pathlib.Path(__file__).resolve().parents[2]
 COMMAND = [sys.executable, str(ROOT / "examples" / "several_processes.py")]
 #: A process that writes its id to the file that it is given, and then sleeps.
 SLEEP = (
@@ -87,10 +86,7 @@ def test_two_processes(options, mesh):
 
 
 def wait_for(path: pathlib.Path) -> int:
-    end = time.monotonic() + 30
-    while not path.exists():
-        assert time.monotonic() < end
-        time.sleep(0.02)
+    assert until(path.exists, 30)
     return int(path.read_text())
 
 

@@ -144,15 +144,6 @@ def test_counts_of_any_integers(joint, dtype):
         np.testing.assert_allclose(found[1][part], expected, atol=TOLERANCE, rtol=TOLERANCE)
 
 
-def test_users_that_are_not_hashable_are_refused(scorer):
-    items, message = {"item": np.arange(4, dtype=np.int32)}, r"user \[1, 2\] .* must be hashable"
-    users = np.array([[1, 2], [3, 4]])
-    with pytest.raises(serving.BadRequestError, match=message):
-        list(serving.rank_arrays(scorer, users, [2, 2], items))
-    with pytest.raises(serving.BadRequestError, match=message):
-        scorer.start_arrays(users.tolist(), np.array([2, 2]), items)
-
-
 class OneScore(small.Model):
     def score(self, *arguments):
         return jnp.sum(super().score(*arguments), axis=0, keepdims=True)
@@ -220,8 +211,3 @@ def test_features_that_jax_would_cut_to_32_bits_are_refused():
             [serving.Request(0, 0, lambda: {"id": np.int64(2**41)}, {"id": large})]
         )
     np.testing.assert_array_equal(answer.scores, large + 2**41 + 1)
-
-
-def test_a_candidate_has_an_array():
-    with pytest.raises(ValueError, match="candidate is {}, expected at least 1 array"):
-        serving.Scorer(small.Model(), small.weights(), small.USER, {}, buckets=BUCKETS)
