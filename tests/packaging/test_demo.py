@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -295,12 +296,9 @@ def test_one_program_makes_the_inputs_that_the_functions_make():
 
 @pytest.mark.parametrize("module", [demo_ranking, demo_attention])
 def test_an_interrupted_demo_says_so(module, monkeypatch, capsys):
-    def interrupted(*args, **kwargs):
-        raise KeyboardInterrupt
-
     for part_of_it in (demo_ranking, demo, demo_attention):
         monkeypatch.setattr(part_of_it, "run", lambda *args, **kwargs: None)
-    monkeypatch.setattr(module, "run", interrupted)
+    monkeypatch.setattr(module, "run", mock.Mock(side_effect=KeyboardInterrupt))
     assert cli.main(TINY) == cli.INTERRUPTED == 130
     assert capsys.readouterr().err.startswith("ikbo-jax demo: interrupted")
 

@@ -58,8 +58,8 @@ def bare(user, items, version=0):
     return serving.Request(user, version, None, {"item": np.asarray(items, np.int32)})
 
 
-def assert_right(scores, user, items, version=0):
-    expected = small.oracle(small.request(user, items, version))
+def assert_right(scores, user, items, version=0, seed=0):
+    expected = small.oracle(small.request(user, items, version), seed)
     np.testing.assert_allclose(scores, expected, atol=TOLERANCE, rtol=TOLERANCE)
 
 
@@ -212,8 +212,7 @@ def test_joint_programs_use_new_weights(joint):
         found = joint.start_arrays([2], np.ones(1, int), {"item": np.ones(1, np.int32)}).scores()
     finally:
         joint.set_weights(small.weights(), 0)
-    expected = small.oracle(small.request(2, [1]), seed=1)
-    np.testing.assert_allclose(found, expected, atol=TOLERANCE, rtol=TOLERANCE)
+    assert_right(found, 2, [1], seed=1)
 
 
 def test_a_scorer_waits_for_all_calls(scorer):

@@ -3,6 +3,7 @@
 import concurrent.futures
 import dataclasses
 import re
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -88,9 +89,7 @@ def test_no_candidates_no_scores(shared):
 
 
 def test_a_bad_request_leaves_the_others_alone(shared):
-    def broken():
-        raise KeyError("no such user")
-
+    broken = mock.Mock(side_effect=KeyError("no such user"))
     good = small.request(1, [1, 2])
     bad = [
         small.request(1, np.zeros(17)),
@@ -251,10 +250,7 @@ def test_a_program_that_fails_costs_one_batch(tight):
     requests = small.random_requests(3)
     tight.rank(requests)
     score = dict(tight._programs.score)
-
-    def failing(*arguments):
-        raise RuntimeError("out of memory")
-
+    failing = mock.Mock(side_effect=RuntimeError("out of memory"))
     tight._programs.score = dict.fromkeys(score, failing)
     with pytest.raises(RuntimeError, match="out of memory"):
         tight.rank(requests)

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -82,11 +83,7 @@ def test_weights_are_those_of_the_time_when_they_were_set(scorer):
     scorer.set_weights(small.weights(), 0)
 
 
-def broken():
-    raise KeyError("no such user")
-
-
-@pytest.mark.parametrize("first", [None, broken])
+@pytest.mark.parametrize("first", [None, mock.Mock(side_effect=KeyError("no such user"))])
 def test_one_request_s_features_serve_the_user_s_other_requests(first):
     scorer = make(features_of=None)
     good = small.request(1, [1, 2])
@@ -95,9 +92,7 @@ def test_one_request_s_features_serve_the_user_s_other_requests(first):
 
 
 def test_an_interrupted_call_leaves_no_state_that_was_not_written(scorer, monkeypatch):
-    def interrupt(*arguments):
-        raise KeyboardInterrupt
-
+    interrupt = mock.Mock(side_effect=KeyboardInterrupt)
     requests = small.random_requests(3, seed=5)
     scorer.forget_users()
     for start in (

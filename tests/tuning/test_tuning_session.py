@@ -13,6 +13,7 @@ import sys
 import threading
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import jax
 import pytest
@@ -136,12 +137,10 @@ def test_device_of_no_use_ends_the_worker_and_names_the_contender(programs_of_th
             raise RuntimeError("CUDA_ERROR_ILLEGAL_ADDRESS\nand more")
         return [1.0]
 
-    def zeros(*args: Any) -> Any:
-        raise RuntimeError("CUDA_ERROR_ILLEGAL_ADDRESS, again")
-
     events: list[dict[str, Any]] = []
     monkeypatch.setattr(bench._timing, "sustained_ms", sustained_ms)
-    monkeypatch.setattr(bench.jnp, "zeros", zeros)
+    again = RuntimeError("CUDA_ERROR_ILLEGAL_ADDRESS, again")
+    monkeypatch.setattr(bench.jnp, "zeros", mock.Mock(side_effect=again))
     setup = json.dumps({"task": Task(TINY, (None, A)).to_json(), "alone": []})
     lines = [setup, Task(TINY, (A, None), **QUICK).to_json()]
     assert worker.serve(lines, events.append) == 1
@@ -305,10 +304,7 @@ def test_interruption_ends_the_worker_and_keeps_what_was_measured(starts):
         if text.startswith("checked") and next(calls) == 3:
             signal.setitimer(signal.ITIMER_REAL, 0.5)
 
-    def interrupt(number: int, frame: Any) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGALRM, interrupt)
+    before = signal.signal(signal.SIGALRM, mock.Mock(side_effect=KeyboardInterrupt))
     try:
         with starts({place("sample", C): "hang"}, progress=progress) as run:
             with pytest.raises(session.Interrupted) as stopped:
