@@ -2,16 +2,14 @@
 
 import pathlib
 import signal
-import time
 
 import pytest
+from processes import ROOT, until
 
 from tools import gpu_tests
 
 # Each session starts several processes of pytest.
 pytestmark = pytest.mark.slow
-
-ROOT = pathlib.Path(__file__).resolve().parents[2]
 
 CONFTEST = """
 import gpu_session
@@ -233,11 +231,8 @@ def test_a_signal_ends_everything_and_says_what_ran(run, monkeypatch):
     status, output, _ = run({"test_endless.py": ENDLESS})
     assert status == gpu_tests.INTERRUPTED
     assert "NOT RUN test_endless.py::test_endless (did not finish)" in output
-    for _ in range(600):  # workers of pytest-xdist end, too, but nobody waits for them
-        if not running(groups[0]):
-            return
-        time.sleep(0.1)
-    pytest.fail(f"processes in states {running(groups[0])} go on")
+    # Workers of pytest-xdist end, too, but nobody waits for them.
+    assert until(lambda: not running(groups[0]), 60), running(groups[0])
 
 
 def test_a_new_session_runs_what_is_left_if_pytest_ends(run):

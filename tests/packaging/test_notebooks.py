@@ -1,13 +1,12 @@
 """The notebooks run in small, and their two files hold the same cells."""
 
 import json
-import pathlib
 import re
 
 import pytest
-from processes import run_forked
+from processes import ROOT, run_forked
 
-FOLDER = pathlib.Path(__file__).resolve().parents[2] / "docs/notebooks"
+FOLDER = ROOT / "docs/notebooks"
 NOTEBOOKS = sorted(FOLDER.glob("*.py"))
 #: What a notebook prints, in order.
 PRINTED = {

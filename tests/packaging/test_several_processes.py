@@ -8,11 +8,10 @@ import sys
 import time
 
 import pytest
-from processes import child_environment, heeding_interrupts
+from processes import ROOT, child_environment, heeding_interrupts, until
 
 from examples import several_processes as example
 
-ROOT = pathlib.Path(__file__).resolve().parents[2]
 COMMAND = [sys.executable, str(ROOT / "examples" / "several_processes.py")]
 #: A process that writes its id to the file that it is given, and then sleeps.
 SLEEP = (
@@ -32,41 +31,6 @@ def environment() -> dict[str, str]:
     return child_environment(ROOT, without="JAX_", JAX_PLATFORMS="cpu")
 
 
-def run(*arguments: str) -> dict[int, dict[str, str]]:
-    """What every process printed: its number to a dict of what it says to what it found."""
-    done = subprocess.run(
-        heeding_interrupts([*COMMAND, "--time-limit", "200", *arguments]),
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    found: dict[int, dict[str, str]] = {}
-    # Gloo writes to the same output, and the ends of its lines apart from the lines.
-    line = re.compile(r"\[(\d+)\] ([^:\[\]\n]*): (.*)$", re.MULTILINE)
-    for number, subject, text in line.findall(done.stdout):
-        found.setdefault(int(number), {})[subject] = text
-    return found
-
-
-def check(found: dict[int, dict[str, str]], processes: int) -> None:
-    assert sorted(found) == list(range(processes))
-    # No communication in the forward pass; in a step, the gradients of all parameters, once each.
-    assert found[0]["collectives of the forward pass"] == "none"
-    parameters = found[0]["parameters"]
-    assert found[0]["collectives of a training step"] == f"all-reduce of {parameters}"
-    assert re.fullmatch(r"[1-9]\d* arrays, [1-9][\d,]* bytes", parameters)
-    # One device's result is the same.
-    assert float(found[0]["largest difference from one device's result"]) < 1e-4
-    for subject in ("losses", "digest of the trained parameters"):
-        assert len({found[number][subject] for number in found}) == 1, found
-    losses = [float(loss) for loss in found[0]["losses"].split()]
-    assert len(losses) == 3
-    assert losses[2] < losses[1] < losses[0]
-
-
 @pytest.mark.time_limit(260)
 @pytest.mark.parametrize(
     ("options", "mesh"),
@@ -81,16 +45,39 @@ def check(found: dict[int, dict[str, str]], processes: int) -> None:
     ],
 )
 def test_two_processes(options, mesh):
-    found = run("--steps", "3", *options)
-    check(found, processes=2)
+    done = subprocess.run(
+        heeding_interrupts([*COMMAND, "--time-limit", "200", "--steps", "3", *options]),
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    # What every process says: subjects and what it found.
+    found: dict[int, dict[str, str]] = {}
+    # Gloo writes to the same output, and the ends of its lines apart from the lines.
+    line = re.compile(r"\[(\d+)\] ([^:\[\]\n]*): (.*)$", re.MULTILINE)
+    for number, subject, text in line.findall(done.stdout):
+        found.setdefault(int(number), {})[subject] = text
+    assert sorted(found) == [0, 1]
+    # No communication in the forward pass; in a step, the gradients of all parameters, once each.
+    assert found[0]["collectives of the forward pass"] == "none"
+    parameters = found[0]["parameters"]
+    assert found[0]["collectives of a training step"] == f"all-reduce of {parameters}"
+    assert re.fullmatch(r"[1-9]\d* arrays, [1-9][\d,]* bytes", parameters)
+    # One device's result is the same.
+    assert float(found[0]["largest difference from one device's result"]) < 1e-4
+    for subject in ("losses", "digest of the trained parameters"):
+        assert len({found[number][subject] for number in found}) == 1, found
+    losses = [float(loss) for loss in found[0]["losses"].split()]
+    assert len(losses) == 3
+    assert losses[2] < losses[1] < losses[0]
     assert found[0]["mesh"] == f"{mesh}, 2 processes"
 
 
 def wait_for(path: pathlib.Path) -> int:
-    end = time.monotonic() + 30
-    while not path.exists():
-        assert time.monotonic() < end
-        time.sleep(0.02)
+    assert until(path.exists, 30)
     return int(path.read_text())
 
 

@@ -2,16 +2,14 @@
 
 import importlib
 import importlib.util
-import pathlib
 import re
 import types
 
 import pytest
-from processes import run_forked
+from processes import ROOT, run_forked
 
 from tools import site_hook
 
-ROOT = pathlib.Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 #: What a page's blocks print first.
 PRINTED = {

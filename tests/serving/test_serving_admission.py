@@ -23,6 +23,12 @@ def test_every_bucket_has_its_seconds(wrong):
         serving.Admission(BUCKETS, {(100, 4): 0.06})
 
 
+@pytest.mark.parametrize("wrong", [2.0**20, "1 GB", None, True])
+def test_calls_side_by_side_are_counted(wrong):
+    with pytest.raises(ValueError, match=f"concurrent is {wrong!r}, expected an integer"):
+        admission(wrong)
+
+
 def test_an_idle_scorer_admits_every_request():
     found = admission()
     for _ in range(3):

@@ -58,8 +58,8 @@ def bare(user, items, version=0):
     return serving.Request(user, version, None, {"item": np.asarray(items, np.int32)})
 
 
-def assert_right(scores, user, items, version=0):
-    expected = small.oracle(small.request(user, items, version))
+def assert_right(scores, user, items, version=0, seed=0):
+    expected = small.oracle(small.request(user, items, version), seed)
     np.testing.assert_allclose(scores, expected, atol=TOLERANCE, rtol=TOLERANCE)
 
 
@@ -153,37 +153,33 @@ def test_ranking_arrays_of_other_versions_and_kinds(scorer, table):
     [
         ([1, 2], [1, 2], np.zeros(4, np.int32), "there are 4 candidates, but the counts sum to 3"),
         ([1], [1, 2], np.zeros(3, np.int32), r"counts has shape \(2,\).*expected .*shape \(1,\)"),
-        ([1], [1.0], np.zeros(1, np.int32), "dtype float64, expected integers"),
+        ([1, 2], [[1], [1]], np.zeros(2, np.int32), r"counts has shape \(2, 1\)"),
+        ([1], [1.0], np.zeros(1, np.int32), r"float64, expected integers of shape \(1,\)"),
         ([1, 2], [1, 17], np.zeros(18, np.int32), r"counts\[1\] is 17, expected 0 to 16"),
         ([1, 2], [3, -1], np.zeros(2, np.int32), r"counts\[1\] is -1, expected 0 to 16"),
         ([1], [2], np.zeros(2, np.int64), "dtype int64, expected .*int32"),
+        ([[1, 2], [3, 4]], [1, 1], np.zeros(2, np.int32), r"user \[1, 2\] .* must be hashable"),
     ],
 )
 def test_arrays_that_do_not_fit_are_refused_before_the_first_call(
-    scorer, table, users, counts, items, message
+    scorer, joint, users, counts, items, message
 ):
-    calls = scorer.metrics.calls
-    with pytest.raises(serving.BadRequestError, match=message):
-        list(serving.rank_arrays(scorer, users, counts, {"item": items}))
-    assert scorer.metrics.calls == calls
+    for one in (scorer, joint):
+        calls, given = one.metrics.calls, {"item": items}
+        with pytest.raises(serving.BadRequestError, match=message):
+            list(serving.rank_arrays(one, np.asarray(users), counts, given))
+        with pytest.raises(serving.BadRequestError, match=message):
+            one.start_arrays(users, np.asarray(counts), given)
+        assert one.metrics.calls == calls
 
 
 @pytest.mark.parametrize("kind", ["scorer", "joint"])
-def test_one_call_of_arrays_is_checked(request, kind):
-    """What fails costs no later call."""
+def test_one_call_of_arrays_that_fails_costs_no_later_call(request, kind):
     scorer = request.getfixturevalue(kind)
     emptied(scorer)
     item = {"item": np.zeros(2, np.int32)}
-    for users, counts, message in (
-        ([1], [3], "2 candidates, but the counts sum to 3"),
-        ([1], [1, 1], r"counts has shape \(2,\).*expected integers of shape \(1,\)"),
-        ([1, 2], [3, -1], r"counts\[1\] is -1, expected 0 to"),
-        ([1, 2], [1.0, 1.0], r"dtype float64, expected integers of shape \(2,\)"),
-        ([1, 2], [[1], [1]], r"counts has shape \(2, 1\)"),
-        ([1] * 4, [1, 1, 0, 0], "2 candidates of 4 users but the largest bucket has"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            scorer.start_arrays(users, np.asarray(counts), item)
+    with pytest.raises(ValueError, match="2 candidates of 4 users but the largest bucket has"):
+        scorer.start_arrays([1] * 4, np.array([1, 1, 0, 0]), item)
     with pytest.raises(KeyError, match="no user 91"):
         scorer.start_arrays([1, 91], np.ones(2, int), item)
     pending = scorer.start_arrays([1, 2], np.ones(2, int), {"item": np.asarray([5, 6], np.int32)})
@@ -216,8 +212,7 @@ def test_joint_programs_use_new_weights(joint):
         found = joint.start_arrays([2], np.ones(1, int), {"item": np.ones(1, np.int32)}).scores()
     finally:
         joint.set_weights(small.weights(), 0)
-    expected = small.oracle(small.request(2, [1]), seed=1)
-    np.testing.assert_allclose(found, expected, atol=TOLERANCE, rtol=TOLERANCE)
+    assert_right(found, 2, [1], seed=1)
 
 
 def test_a_scorer_waits_for_all_calls(scorer):

@@ -10,9 +10,8 @@ import sys
 import time
 
 import pytest
-from processes import child_environment, heeding_interrupts, processes_with, until
+from processes import ROOT, child_environment, heeding_interrupts, processes_with, until
 
-ROOT = pathlib.Path(__file__).resolve().parents[2]
 MARK = "IKBO_SERVING_END"
 COMMAND = (sys.executable, "-m", "examples.serving", "serve", "--source", "tiny", "--port", "0")
 

@@ -6,16 +6,14 @@ stay out of the test suite's process.
 
 import json
 import os
-import pathlib
 import secrets
 import signal
 import subprocess
 import sys
 
 import pytest
-from processes import child_environment, processes_with
+from processes import ROOT, child_environment, processes_with
 
-ROOT = pathlib.Path(__file__).resolve().parents[2]
 #: Seconds for a session; two busy cores take 60 to 230.
 LIMIT = 600
 MARK = "IKBO_SERVING_SESSION"

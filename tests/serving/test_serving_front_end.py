@@ -32,6 +32,9 @@ with warnings.catch_warnings():
 #: A replica takes four requests at a time.
 SETTINGS = Settings(users=(2,), concurrent=1, sticky=True, timeout_ms=500, body_s=0.1)
 MOST = 4
+#: What Ray reads from variables of these names.
+TEXTS = ["socket_path", "server_state_base", "server_state_file", "balance_algorithm", "retry_on"]
+NUMBERS = ["metrics_port", "stats_port", "nbthread", "timeout_client_s", "retries"]
 ANSWER = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%s"
 
 
@@ -105,19 +108,11 @@ class Front:
         values = {name.removeprefix("RAY_SERVE_HAPROXY_"): x for name, x in given.items()}
         # Ray itself reads the environment, once, when it is imported.
         configuration = haproxy.HAProxyConfig(
-            socket_path=values["SOCKET_PATH"],
-            server_state_base=values["SERVER_STATE_BASE"],
-            server_state_file=values["SERVER_STATE_FILE"],
-            metrics_port=int(values["METRICS_PORT"]),
-            stats_port=int(values["STATS_PORT"]),
-            balance_algorithm=values["BALANCE_ALGORITHM"],
+            **{name: values[name.upper()] for name in TEXTS},
+            **{name: int(values[name.upper()]) for name in NUMBERS},
             metrics_enabled=False,
             has_received_routes=True,
             is_head=True,
-            nbthread=int(values["NBTHREAD"]),
-            timeout_client_s=int(values["TIMEOUT_CLIENT_S"]),
-            retry_on=values["RETRY_ON"],
-            retries=int(values["RETRIES"]),
             bufsize=int(values["TUNE_BUFSIZE"]),
             http_options=HTTPOptions(host="127.0.0.1", port=self.port),
         )

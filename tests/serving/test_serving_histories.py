@@ -4,6 +4,7 @@ import functools
 import itertools
 import json
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -127,10 +128,7 @@ def test_one_user_s_missing_events_leave_the_others_alone():
 
 def test_a_call_that_fails_leaves_no_history_that_was_not_written(monkeypatch):
     scorer, requests = make(), [request(1, 6), request(2, 2)]
-
-    def interrupt(*arguments: Any) -> None:
-        raise KeyboardInterrupt
-
+    interrupt = mock.Mock(side_effect=KeyboardInterrupt)
     with monkeypatch.context() as patched:
         patched.setattr(scorer, "_append", dict.fromkeys(APPENDS, interrupt))
         with pytest.raises(KeyboardInterrupt):

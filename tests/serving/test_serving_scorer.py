@@ -3,6 +3,7 @@
 import concurrent.futures
 import dataclasses
 import re
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -88,9 +89,7 @@ def test_no_candidates_no_scores(shared):
 
 
 def test_a_bad_request_leaves_the_others_alone(shared):
-    def broken():
-        raise KeyError("no such user")
-
+    broken = mock.Mock(side_effect=KeyError("no such user"))
     good = small.request(1, [1, 2])
     bad = [
         small.request(1, np.zeros(17)),
@@ -175,11 +174,6 @@ def test_states_are_evicted_within_the_bound(tight):
     assert since.hits > 0
 
 
-def test_the_pool_must_hold_a_call_s_users():
-    with pytest.raises(ValueError, match=r"has 100 bytes but the states of a call's 3 users take"):
-        small.make(user_bytes=100)
-
-
 def test_other_weights_replace_all_states(tight):
     since, requests = Since(tight), small.random_requests(6)
     assert_right(requests, tight.rank(requests))
@@ -256,10 +250,7 @@ def test_a_program_that_fails_costs_one_batch(tight):
     requests = small.random_requests(3)
     tight.rank(requests)
     score = dict(tight._programs.score)
-
-    def failing(*arguments):
-        raise RuntimeError("out of memory")
-
+    failing = mock.Mock(side_effect=RuntimeError("out of memory"))
     tight._programs.score = dict.fromkeys(score, failing)
     with pytest.raises(RuntimeError, match="out of memory"):
         tight.rank(requests)
@@ -336,25 +327,27 @@ def test_a_model_returns_one_array_of_scores(results):
         small.make(Two())
 
 
-def test_weights_are_arrays():
-    with pytest.raises(ValueError, match=r"weights\['out'\] must be an array, but is a float, 2.0"):
-        small.make(scorer_weights=small.weights() | {"out": 2.0})
-
-
-@pytest.mark.parametrize("size", [2.0**20, "1 GB", None, True])
-def test_sizes_are_integers(size):
-    with pytest.raises(ValueError, match=f"user_bytes is {size!r}, expected an integer"):
-        small.make(user_bytes=size)
-    with pytest.raises(ValueError, match=f"concurrent is {size!r}, expected an integer"):
-        serving.Admission(small.BUCKETS, {small.BUCKETS.largest: 1.0}, size)
-
-
-def test_buckets_and_joint_have_their_types():
-    for wrong in ((8, 16), (), {"candidates": (8,)}):
-        with pytest.raises(ValueError, match=f"buckets is {re.escape(repr(wrong))}, expected a Bu"):
-            small.make(buckets=wrong)
-    with pytest.raises(ValueError, match="joint is 'no', expected a bool"):
-        small.make(joint="no")
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"scorer_weights": {"out": 2.0}}, "weights['out'] must be an array, but is a float, 2.0"),
+        ({"user": (5, 8)}, "user[0] must be an array or a jax.ShapeDtypeStruct, but is a int, 5"),
+        ({"candidate": {}}, "candidate is {}, expected at least 1 array"),
+        ({"user_bytes": 100}, "has 100 bytes but the states of a call's 3 users take"),
+        *(
+            ({"user_bytes": size}, f"user_bytes is {size!r}, expected an integer")
+            for size in (2.0**20, "1 GB", None, True)
+        ),
+        *(
+            ({"buckets": wrong}, f"buckets is {wrong!r}, expected a Bu")
+            for wrong in ((8, 16), (), {"candidates": (8,)})
+        ),
+        ({"joint": "no"}, "joint is 'no', expected a bool"),
+    ],
+)
+def test_a_scorer_checks_its_arguments(options, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        small.make(**options)
 
 
 @pytest.mark.parametrize("wrong", [-1, 1.5, None, True])
@@ -367,11 +360,6 @@ def test_calls_ahead_are_a_number(shared, wrong):
 def test_a_cache_folder_has_a_name(folder):
     with pytest.raises(ValueError, match="folder is .*, expected the name of a folder"):
         serving.use_cache_folder(folder)
-
-
-def test_features_are_specs():
-    with pytest.raises(ValueError, match=r"user\[0\] must be an array or .*, but is a int, 5"):
-        serving.Scorer(small.Model(), small.weights(), (5, 8), small.CANDIDATE)
 
 
 def test_a_model_may_keep_no_state():

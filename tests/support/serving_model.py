@@ -57,9 +57,9 @@ def weights(seed: int = 0) -> dict[str, np.ndarray]:
 
 def make(model: Any = None, scorer_weights: Any = None, **options: Any) -> serving.Scorer:
     """Makes a scorer, by default of the small model and the weights of seed 0."""
-    chosen: dict[str, Any] = {"buckets": BUCKETS, "user_bytes": 1 << 15, **options}
+    chosen: Any = {"user": USER, "candidate": CANDIDATE, "buckets": BUCKETS, "user_bytes": 1 << 15}
     found = weights() if scorer_weights is None else scorer_weights
-    return serving.Scorer(model or Model(), found, USER, CANDIDATE, **chosen)
+    return serving.Scorer(model or Model(), found, **(chosen | options))
 
 
 def features(user: Any, version: Any = 0) -> dict[str, np.ndarray]:

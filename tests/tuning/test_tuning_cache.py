@@ -9,6 +9,7 @@ import stat
 import threading
 import warnings
 from typing import Any
+from unittest import mock
 
 import pytest
 from fake_tuning import ATTENTION, GDPA, other, row
@@ -147,10 +148,7 @@ def test_others_may_read_what_the_umask_lets_them_read(cache_dir):
 
 def test_cache_without_permission_is_not_said_to_be_renamed(cache_dir, monkeypatch):
     user_cache.write_user_row(row())
-
-    def refuse(*_: Any, **__: Any) -> str:
-        raise PermissionError(13, "Permission denied")
-
+    refuse = mock.Mock(side_effect=PermissionError(13, "Permission denied"))
     monkeypatch.setattr(pathlib.Path, "read_text", refuse)
     user_cache._read_user_rows.cache_clear()
     with pytest.warns(UserWarning, match="which cannot be read: Permission denied"):

@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+from unittest import mock
 
 import pytest
 from processes import heeding_interrupts
@@ -85,10 +86,7 @@ LOOKING = (dispatch, "hopper_unavailable_reason")
 def test_what_stops_a_tuning_is_told_in_a_sentence(
     monkeypatch, capsys, place, error, status, sentence
 ):
-    def stop(*args, **options):
-        raise error
-
-    monkeypatch.setattr(*place, stop)
+    monkeypatch.setattr(*place, mock.Mock(side_effect=error))
     assert cli.main(TUNE) == status
     assert capsys.readouterr().err == f"ikbo-jax{sentence}\n"
 

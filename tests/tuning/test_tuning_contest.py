@@ -5,6 +5,7 @@ import itertools
 import json
 import random
 from typing import Any
+from unittest import mock
 
 import pytest
 from fake_tuning import ATTENTION, GDPA, Bench, row
@@ -132,11 +133,9 @@ def test_report_says_who_won_and_by_how_much(builtin):
 
 
 def test_result_that_cannot_be_written_is_told(builtin, monkeypatch):
-    def write(row: table_rows.Row) -> None:
-        raise OSError("no space left on device")
-
     builtin(row(DEFAULT, CANDIDATES[0]))
-    monkeypatch.setattr(user_cache, "write_user_row", write)
+    full = mock.Mock(side_effect=OSError("no space left on device"))
+    monkeypatch.setattr(user_cache, "write_user_row", full)
     with pytest.raises(OSError, match="best: block_m .* no space left on device"):
         tune(DEFAULT, Bench({None: 2.0, CANDIDATES[0]: 1.1}), limit=3)
 

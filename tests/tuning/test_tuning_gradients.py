@@ -11,6 +11,7 @@ import numpy as np
 import problems
 import pytest
 from fake_tuning import HERE, row
+from fake_tuning import LINEAR as LINEAR_FORWARD
 
 import ikbo_jax as ikbo
 from ikbo_jax.autotuner import autotune
@@ -34,7 +35,6 @@ from ikbo_jax.problems.hopper import MAX_SMEM_BYTES, NUM_SMS
 from ikbo_jax.problems.linear_compression_backward import WeightGradientConfig
 from ikbo_jax.tuning import table
 
-LINEAR_FORWARD = LinearCompressionProblem((15, 1024), (1178, 866), 433, 256, "bfloat16")
 LINEAR = LinearCompressionBackwardProblem.of(LINEAR_FORWARD)
 
 

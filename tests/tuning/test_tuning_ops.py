@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import test_tuning_attention as of_attention
+import test_tuning_compressions as of_compressions
 import test_tuning_gdpa as of_gdpa
 import test_tuning_gradients as of_gradients
 from fake_tuning import ATTENTION, GDPA, LINEAR, QUICK, Bench, other, row
@@ -27,10 +29,8 @@ EVERY = [*GRADIENTS, *GRADIENTS.values()]
 LINEAR_BACKWARD, ATTENTION_BACKWARD, GDPA_BACKWARD = GRADIENTS.values()
 
 # For the machine of the tests.
+TINY_GDPA = of_gdpa.TINY
 TINY_ATTENTION = problems.AttentionProblem(40, 3, 2, 9, 4, 2, 16, "float32")
-TINY_GDPA = problems.GdpaProblem(
-    *(5, 5, 5 * 7, 5 * 7, 2, 1, 16, "float32"), ("relu", "gelu_tanh"), "tanh", False, 12, 12
-)
 #: More candidates than are compared with the oracle.
 TINY_LINEAR = problems.LinearCompressionProblem(
     (3, 2 * cases.case.SAMPLED), (7, 5), 9, 16, "float32"
@@ -49,15 +49,13 @@ def op_of(problem: Any) -> str:
 # Rows.
 
 
-PACKED = problems.LinearCompressionProblem((547, 3829), (225, 27), 1100, 96, "bfloat16")
-RESIDENT = problems.LinearCompressionProblem((100, 8192), (200, 40), 16, 32, "bfloat16")
 ROWS = {
     **{f"{problem.op}, default": row(problem) for problem in EVERY},
     **{f"{problem.op}, another": row(problem, other(problem)) for problem in EVERY},
     **{f"{problem.op}, XLA": row(problem, None) for problem in EVERY},
     "activations of heads": row(dataclasses.replace(GDPA, activations=("relu", "gelu") * 2)),
-    "packed tiles": row(PACKED),
-    "resident weights": row(RESIDENT),
+    "packed tiles": row(of_compressions.PACKED),
+    "resident weights": row(of_compressions.SMALL),
     "fraction of zero": dataclasses.replace(row(LINEAR), fraction=0.0),
     "no time of XLA": dataclasses.replace(row(LINEAR), xla_ms=None),
 }
@@ -90,7 +88,7 @@ def test_rows_of_one_direction_say_nothing_about_the_other(result, gradient, bui
     assert (table.lookup(result).source, table.lookup(gradient).config) == ("default", None)
 
 
-FEW = problems.AttentionProblem(1024, 16, 1, 512, 4, 4, 64, "bfloat16")
+FEW = of_attention.FEW
 LONG, SHORT, LONG_BACKWARD = of_gdpa.DEFAULT, of_gdpa.SHORT, of_gradients.GDPA
 ROWS_OF_LONG = {"q_rows": LONG_BACKWARD.q_rows, "kv_rows": LONG_BACKWARD.kv_rows}
 

@@ -11,13 +11,15 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import jax
 import pytest
+from fake_tuning import LINEAR as DEFAULT
 from fake_tuning import QUICK
+from processes import until
 
 from ikbo_jax._timing import device_time
 from ikbo_jax.autotuner import bench, session, worker
@@ -27,7 +29,6 @@ from ikbo_jax.problems import LinearCompressionProblem
 from ikbo_jax.reference.linear_compression import decomposed
 
 TINY = LinearCompressionProblem((2, 6), (7, 5), 9, 16, "float32")
-DEFAULT = LinearCompressionProblem((15, 1024), (1178, 866), 433, 256, "bfloat16")
 A, B, _, C = list(DEFAULT.configs())[:4]
 
 
@@ -118,6 +119,7 @@ def test_short_kernels_are_timed_on_the_device(
 def test_no_profile_of_a_short_kernel_is_a_failure(programs_of_the_cpu, monkeypatch):
     found = iter([device_time.DeviceTime([0.1], []), None])
     monkeypatch.setattr(device_time, "measure", lambda program, *args: next(found))
+    monkeypatch.setattr(bench._timing, "sustained_ms", lambda *args, **options: [7.0])
     stand = bench.Bench(TINY, (None, A))
     (result,) = stand.measure(Task(TINY, (A,), **QUICK))["results"]
     assert result == {"failure": "RuntimeError: the profiler recorded nothing"}
@@ -135,12 +137,10 @@ def test_device_of_no_use_ends_the_worker_and_names_the_contender(programs_of_th
             raise RuntimeError("CUDA_ERROR_ILLEGAL_ADDRESS\nand more")
         return [1.0]
 
-    def zeros(*args: Any) -> Any:
-        raise RuntimeError("CUDA_ERROR_ILLEGAL_ADDRESS, again")
-
     events: list[dict[str, Any]] = []
     monkeypatch.setattr(bench._timing, "sustained_ms", sustained_ms)
-    monkeypatch.setattr(bench.jnp, "zeros", zeros)
+    again = RuntimeError("CUDA_ERROR_ILLEGAL_ADDRESS, again")
+    monkeypatch.setattr(bench.jnp, "zeros", mock.Mock(side_effect=again))
     setup = json.dumps({"task": Task(TINY, (None, A)).to_json(), "alone": []})
     lines = [setup, Task(TINY, (A, None), **QUICK).to_json()]
     assert worker.serve(lines, events.append) == 1
@@ -181,6 +181,7 @@ def test_session_measures_on_this_machine():
 
 # What its death costs.
 
+DIED = "worker ended with status 1: CUDA_ERROR_LAUNCH_FAILED"
 #: Plays a worker: "behaviour" says what it does to a contender, by its `num_stages`.
 FAKE = """
 import json, os, sys, time
@@ -243,15 +244,12 @@ Starts = Callable[..., session.Session]
 def starts(monkeypatch, tmp_path) -> Starts:
     assert len({place("", config) for config in (A, B, C)}) == 3
 
-    def start(behaviour: dict[str, str], **options: Any) -> session.Session:
+    def start(
+        behaviour: dict[str, str], progress: Any = lambda *line: None, **options: Any
+    ) -> session.Session:
         code = f"BEHAVIOUR = {behaviour!r}\nLOG = {str(tmp_path / 'starts')!r}\n{FAKE}"
         monkeypatch.setattr(session, "COMMAND", (sys.executable, "-S", "-c", code))
-        return session.Session(
-            DEFAULT,
-            (None, A, B, C),
-            options.pop("progress", lambda done, total, text: None),
-            **options,
-        )
+        return session.Session(DEFAULT, (None, A, B, C), progress, **options)
 
     return start
 
@@ -259,16 +257,12 @@ def starts(monkeypatch, tmp_path) -> Starts:
 @pytest.mark.parametrize(
     ("kind", "trouble", "reason"),
     [
-        ("compiled", "die", "worker ended with status 1: CUDA_ERROR_LAUNCH_FAILED"),
-        ("checked", "die", "worker ended with status 1: CUDA_ERROR_LAUNCH_FAILED"),
-        (
-            "checked",
-            "die and leave a child",
-            "worker ended with status 1: CUDA_ERROR_LAUNCH_FAILED",
-        ),
+        ("compiled", "die", DIED),
+        ("checked", "die", DIED),
+        ("checked", "die and leave a child", DIED),
         ("checked", "lose", "illegal address"),
         ("checked", "hang", "no answer after 1 s"),
-        ("sample", "die", "worker ended with status 1: CUDA_ERROR_LAUNCH_FAILED"),
+        ("sample", "die", DIED),
     ],
 )
 def test_worker_that_dies_or_hangs_costs_the_contender_at_work(
@@ -310,10 +304,7 @@ def test_interruption_ends_the_worker_and_keeps_what_was_measured(starts):
         if text.startswith("checked") and next(calls) == 3:
             signal.setitimer(signal.ITIMER_REAL, 0.5)
 
-    def interrupt(number: int, frame: Any) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGALRM, interrupt)
+    before = signal.signal(signal.SIGALRM, mock.Mock(side_effect=KeyboardInterrupt))
     try:
         with starts({place("sample", C): "hang"}, progress=progress) as run:
             with pytest.raises(session.Interrupted) as stopped:
@@ -360,10 +351,7 @@ worker.main()
         process.stdout.close()
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-    deadline = time.monotonic() + 20
-    while _is_alive(int(child.read_text())) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not _is_alive(int(child.read_text()))
+    assert until(lambda: not _is_alive(int(child.read_text())), 20)
 
 
 def _is_alive(pid: int) -> bool:
@@ -391,10 +379,8 @@ def test_events_are_marked_lines(monkeypatch, capsys):
 def test_kernels_that_another_process_lowered_run_on_the_device():
     problem = LinearCompressionProblem((3, 40), (130, 66), 65, 128, "bfloat16")
     kernels = list(problem.configs())[:4]
-    lines: list[str] = []
-    with session.Session(
-        problem, (None, *kernels), lambda done, total, text: lines.append(text)
-    ) as run:
+    lines: list[Any] = []
+    with session.Session(problem, (None, *kernels), lambda *line: lines.append(line)) as run:
         found = run(Task(problem, (None, *kernels), 0.02, 2))
     assert found["compute_capability"] == "9.0"
     for result in found["results"]:
