@@ -209,7 +209,7 @@ MUTANTS = (
         "attention/logit_masks.py",
         "if n != 1 and kind not in (BATCH, *kinds):",
         "if False and kind not in (BATCH, *kinds):",
-        left("mask by query"),
+        left("mask by head"),
     ),
     Mutant(
         "any number masks",

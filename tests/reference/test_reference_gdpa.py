@@ -1,7 +1,6 @@
 """The oracle of gdpa against NumPy; the XLA path and its gradient against the oracle."""
 
 import functools
-from collections.abc import Iterator
 from typing import Any
 
 import chex
@@ -12,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import problems_gdpa
 import pytest
-from jax.extend.core import jaxprs_in_params
 from problems_gdpa import ACTIVATIONS, SHAPES, Shape
+from rewrite_basics import every_equation
 
 from ikbo_jax.reference import gdpa as reference
 from ikbo_jax.reference import gdpa_chunked, gdpa_chunked_vjp, jagged
@@ -255,13 +254,6 @@ def test_poison_stays_in_its_sequence(array: str, poison: float) -> None:
 # Shape of the program.
 
 
-def equations(jaxpr: Any) -> Iterator[Any]:
-    for eqn in jaxpr.eqns:
-        yield eqn
-        for inner in jaxprs_in_params(eqn.params):
-            yield from equations(inner)
-
-
 @pytest.mark.parametrize("name", ["indexed", "pma_indexed"])
 def test_no_sum_is_scattered(name: str) -> None:
     """A GPU adds what is scattered to one place in any order; integers alone do not mind."""
@@ -270,7 +262,7 @@ def test_no_sum_is_scattered(name: str) -> None:
     settings = problems_gdpa.make_settings(shape, "softmax")
     d_out = problems_gdpa.cotangent(arrays, settings)
     traced = jax.make_jaxpr(lambda *x: ours.__wrapped__(x[0], settings, x[1]))(arrays, d_out)
-    found = [(e.primitive.name, e.outvars[0].aval.dtype) for e in equations(traced.jaxpr)]
+    found = [(e.primitive.name, e.outvars[0].aval.dtype) for e in every_equation(traced)]
     assert ("scatter-add", jnp.int32) in found
     assert ("scatter", jnp.float32) in found
     assert ("scatter-add", jnp.float32) not in found
@@ -314,7 +306,7 @@ def test_short_loops_over_tiles_are_unrolled(max_seqlen_kv, expected) -> None:
 
     def loops(function, *more) -> int:
         traced = jax.make_jaxpr(lambda x, *rest: function(x, settings, *rest))(arrays, *more)
-        return sum(equation.primitive.name == "while" for equation in equations(traced.jaxpr))
+        return sum(equation.primitive.name == "while" for equation in every_equation(traced))
 
     assert loops(gdpa_chunked.chunked) == expected
     out, _ = jax.eval_shape(lambda x: gdpa_chunked.chunked(x, settings), arrays)

@@ -76,7 +76,7 @@ def masked(mask, fill=-1e30, cap=None):
 
 def biased(bias):
     def attend(x):
-        logits = jnp.einsum("btnh,bsnh->bnts", x.q, x.k) + bias()
+        logits = jnp.einsum("btnh,bsnh->bnts", x.q, x.k) + bias(x)
         return jnp.einsum("bnts,bsnh->btnh", jax.nn.softmax(logits, axis=-1), x.v)
 
     return attend
@@ -103,8 +103,8 @@ SEQUENCES = {
     "local_window_size": of_jax(is_causal=True, local_window_size=(4, 0)),
     "at set": masked(lambda x: recsys_mask()),
     "at set, cap": masked(lambda x: recsys_mask() > 0, cap=2.0),
-    "triu bias": biased(lambda: jnp.triu(jnp.full((L, L), -jnp.inf), 1)[None, None]),
-    "1 - mask": biased(lambda: -1e9 * (1 - recsys_mask())),
+    "triu bias": biased(lambda x: jnp.triu(jnp.full((L, L), -jnp.inf), 1)[None, None]),
+    "1 - mask": biased(lambda x: -1e9 * (1 - recsys_mask())),
     "lengths": masked(lambda x: CAUSAL & valid(x)),
     "left padding": masked(lambda x: CAUSAL & padded(x)[:, None, None]),
     "left padding, pairs": masked(lambda x: CAUSAL & pairs(x), -1e9),
@@ -113,9 +113,7 @@ SEQUENCES = {
             types.SimpleNamespace(q=q, k=k, v=v, index=i)
         )
     )(x.q, x.k, x.v, x.index),
-    "left padding, added": lambda x: biased(
-        lambda: jnp.where(CAUSAL & padded(x)[:, None, None], 0, -1e9)
-    )(x),
+    "left padding, added": biased(lambda x: jnp.where(CAUSAL & padded(x)[:, None, None], 0, -1e9)),
     "lengths, window": masked(lambda x: CAUSAL & valid(x) | jnp.eye(L, dtype=bool)[None, None]),
     "padding times mask": masked(lambda x: valid(x).astype("float32") * recsys_mask(), cap=2.0),
     "grouped heads": grouped,
@@ -191,8 +189,7 @@ READERS = {
 def test_rows_of_padding_differ_only_if_nothing_reads_them(name: str, without: Any) -> None:
     """Of candidates that are padding, those of the user without history keep no key."""
 
-    def attend(x):
-        return masked(lambda x: CAUSAL & padded(x, without)[:, None, None], -1e9)(x)
+    attend = masked(lambda x: CAUSAL & padded(x, without)[:, None, None], -1e9)
 
     def fn(history, candidates, weights, index, lengths, ends):
         x = model(attend, whole=True)(history, candidates, weights, index, lengths, ends)

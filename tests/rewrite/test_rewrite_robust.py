@@ -127,22 +127,28 @@ def raising(error):
     return rule
 
 
+RAISED = "the rule of sin raised"
+
+
 @pytest.mark.parametrize(
-    ("rule", "name", "message"),
+    ("rule", "reason"),
     [
-        (raising(ZeroDivisionError("a message")), "ZeroDivisionError", "a message"),
-        (raising(AssertionError()), "AssertionError", ""),
-        (raising(TypeError("")), "TypeError", ""),
-        (lambda ctx, eqn, x: x.base[:1], "ValueError: it returned float32[1, 4]", ""),
+        (
+            raising(ZeroDivisionError("a message")),
+            f"{RAISED} ZeroDivisionError: a message",
+        ),
+        (raising(AssertionError()), f"{RAISED} AssertionError"),
+        (raising(TypeError("")), f"{RAISED} TypeError"),
+        (lambda ctx, eqn, x: x.base[:1], f"{RAISED} ValueError: it returned float32[1, 4]"),
+        (raising(NotCovered("not today")), "not today"),
     ],
 )
-def test_a_rule_that_fails_leaves_the_equation(rules, rule, name: str, message: str) -> None:
+def test_a_rule_that_fails_leaves_the_equation(rules, rule, reason: str) -> None:
     rules("sin")(rule)
     report = same(work, USER, INDEX)
     assert report.changed
     (place,) = report.materialised
-    assert place.reason.startswith(f"the rule of sin raised {name}")
-    assert message in place.reason
+    assert place.reason.startswith(reason)
 
 
 def test_a_rule_that_raises_inside_of_programs(rules) -> None:
@@ -267,22 +273,12 @@ def test_a_function_under_jit_keeps_its_parameters_and_methods() -> None:
     assert [x.donated for x in args_info] == [True, False]
 
 
-def test_a_method_under_jit_keeps_its_methods() -> None:
+def test_a_method_under_jit_and_other_functions_with_such_methods_keep_them() -> None:
     class Scorer:
         @functools.partial(jax.jit, static_argnums=0)
         def score(self, user, index):
             return jnp.sin(user[index])
 
-    scorer = Scorer()
-    rewritten = ikbo.rewrite(scorer.score)
-    expected = scorer.score(USER, INDEX)
-    np.testing.assert_allclose(rewritten(USER, INDEX), expected, rtol=1e-6)
-    compiled = rewritten.lower(USER, INDEX).compile()
-    np.testing.assert_allclose(compiled(USER, INDEX), expected, rtol=1e-6)
-    assert rewritten.eval_shape(USER, INDEX).shape == (B, D)
-
-
-def test_another_function_with_such_methods_keeps_them() -> None:
     class Wrapped:
         """As Flax's and Equinox's functions under jit are."""
 
@@ -294,14 +290,11 @@ def test_another_function_with_such_methods_keeps_them() -> None:
         def lower(self, *args):
             raise NotImplementedError
 
-    rewritten = ikbo.rewrite(Wrapped())
     expected = jnp.sin(USER[INDEX])
-    compiled = (fn.lower(USER, INDEX).compile() for fn in (rewritten, jax.jit(rewritten)))
-    for fn in (rewritten, jax.jit(rewritten), *compiled):
-        np.testing.assert_allclose(fn(USER, INDEX), expected, rtol=1e-6)
-    assert rewritten.eval_shape(USER, INDEX) == rewritten.trace(USER, INDEX).out_info
-
-
-def test_a_rule_may_still_refuse(rules) -> None:
-    rules("sin")(raising(NotCovered("not today")))
-    assert [place.reason for place in same(work, USER, INDEX).materialised] == ["not today"]
+    for rewritten in map(ikbo.rewrite, (Scorer().score, Wrapped())):
+        compiled = (fn.lower(USER, INDEX).compile() for fn in (rewritten, jax.jit(rewritten)))
+        for fn in (rewritten, jax.jit(rewritten), *compiled):
+            np.testing.assert_allclose(fn(USER, INDEX), expected, rtol=1e-6)
+        shape = rewritten.eval_shape(USER, INDEX)
+        assert shape == rewritten.trace(USER, INDEX).out_info
+        assert shape.shape == (B, D)

@@ -1,6 +1,6 @@
 """Every rule by itself: what stays at the smaller batch, and what is refused for a reason."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ from rewrite_basics import both, close, computed, equations, report_of
 
 from ikbo_jax.rewrite import RewriteReport
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("models_may_promote")]
 
 B, U, D, C = 24, 4, 6, 5
 RNG = np.random.default_rng(0)
@@ -25,12 +25,6 @@ OTHER = jnp.asarray(problems.ragged_index(RNG, U, B, "unsorted"))
 W = problems.random_array(RNG, (D, D), "float32")
 W_ALL = problems.random_array(RNG, (D + C, 3), "float32")
 IDS = jnp.asarray(RNG.integers(0, 9, (U, 2)), jnp.int32)
-
-
-@pytest.fixture(autouse=True)
-def models_may_add_a_bias_as_people_do() -> Iterator[None]:
-    with jax.numpy_rank_promotion("allow"):
-        yield
 
 
 def check(fn, *args) -> RewriteReport:
@@ -367,10 +361,6 @@ def test_one_shared_value_is_not_reported_unless_a_product_is_saved() -> None:
     ]
 
 
-def products(fn, *args):
-    return [e for e in equations(fn, *args) if e.primitive.name == "dot_general"]
-
-
 @pytest.mark.parametrize(("queries", "batches"), [(4, 1), (40, 0)])
 def test_a_broadcast_weight_stays_batched_if_one_product_would_transpose_the_features(
     queries, batches
@@ -384,7 +374,8 @@ def test_a_broadcast_weight_stays_batched_if_one_product_would_transpose_the_fea
         rows = jnp.broadcast_to(weight, (B, *weight.shape)) @ x
         return rows + (user[INDEX] @ w)[:, None]
 
-    of_users, product = products(fn, *args)
+    found = equations(fn, *args)
+    of_users, product = (eqn for eqn in found if eqn.primitive.name == "dot_general")
     assert of_users.invars[0].aval.shape == (U, 400)
     _, (batch, _) = product.params["dimension_numbers"]
     assert len(batch) == batches

@@ -95,10 +95,12 @@ def test_complex_numbers_and_integers() -> None:
 # The precision of products.
 
 
-def precisions_of(fn, *args) -> list:
-    """Of the products in the rewritten program."""
+def check_precision(expected: jax.lax.Precision, fn, *args) -> None:
+    """Asserts that all products of the rewritten program have a precision."""
     found = every_equation(jax.make_jaxpr(ikbo.rewrite(fn))(*args))
-    return [eqn.params["precision"] for eqn in found if eqn.primitive.name == "dot_general"]
+    found = [eqn.params["precision"] for eqn in found if eqn.primitive.name == "dot_general"]
+    assert found
+    assert all(p in (expected, (expected, expected)) for p in found), found
 
 
 @pytest.mark.parametrize("precision", ["highest", "high"])
@@ -109,22 +111,17 @@ def test_precision_of_attention_is_kept(act: str, precision: str) -> None:
         p = getattr(jax.nn, act)(scores)
         return jnp.einsum("bnts,bsnh->btnh", p, v[INDICES], precision=precision)
 
-    expected = jax.lax.Precision[precision.upper()]
-    precisions = precisions_of(fn, QUERY, KEY, VALUE)
-    assert precisions
-    assert all(p in (expected, (expected, expected)) for p in precisions), precisions
+    check_precision(jax.lax.Precision[precision.upper()], fn, QUERY, KEY, VALUE)
 
 
 def test_precision_of_other_products_is_kept() -> None:
+    high = jax.lax.Precision.HIGHEST
+
     def fn(user, c, w, w2, r, e, f, i):
-        high = jax.lax.Precision.HIGHEST
         tower = jnp.matmul(user[i], w, precision=high)
         both = jnp.matmul(jnp.concatenate([tower, c], 1), w2, precision=high)
         rows = jnp.concatenate([e[i], f], 1)
         return both, jnp.einsum("mk,bkn->bmn", r, rows, precision=high)
 
     args = [jnp.ones(s) for s in ((U, D), (B, D), (D, D), (2 * D, D), (4, 5), (U, 3, D), (B, 2, D))]
-    precisions = precisions_of(fn, *args, INDICES)
-    high = jax.lax.Precision.HIGHEST
-    assert precisions
-    assert all(p in (high, (high, high)) for p in precisions), precisions
+    check_precision(high, fn, *args, INDICES)

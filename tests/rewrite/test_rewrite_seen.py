@@ -117,16 +117,17 @@ def test_gradients_of_a_user_with_many_candidates_are_summed_in_f32(dtype: str) 
     def concatenated(user, cand, w):
         return jnp.concatenate([user[i], cand], 1) @ w
 
-    ones = [jnp.ones(s, dtype) for s in ((2, 1, 2), (many, 1, 2), (1, 2))]
-    grad = jax.grad(lambda *x: ikbo.rewrite(compression)(*x).astype(jnp.float32).sum(), (0, 2))
-    of_user, of_w = grad(*ones)
-    np.testing.assert_array_equal(of_user.astype(np.float32)[:, 0], [[many] * 2, [0] * 2])
-    np.testing.assert_array_equal(of_w.astype(np.float32), [[2 * many] * 2])
-    ones = [jnp.ones(s, dtype) for s in ((2, 2), (many, 1), (3, 1))]
-    grad = jax.grad(lambda *x: ikbo.rewrite(concatenated)(*x).astype(jnp.float32).sum(), (0, 2))
-    of_user, of_w = grad(*ones)
-    np.testing.assert_array_equal(of_user.astype(np.float32), [[many] * 2, [0] * 2])
-    np.testing.assert_array_equal(of_w.astype(np.float32)[:2], [[many]] * 2)
+    for fn, sizes, width in (
+        (compression, ((2, 1, 2), (many, 1, 2), (1, 2)), 2),
+        (concatenated, ((2, 2), (many, 1), (3, 1)), 1),
+    ):
+        slope = jax.grad(lambda *x, fn=fn: ikbo.rewrite(fn)(*x).astype(jnp.float32).sum(), (0, 2))
+        of_user, of_w = slope(*(jnp.ones(s, dtype) for s in sizes))
+        np.testing.assert_array_equal(
+            of_user.astype(np.float32).reshape(2, 2), [[many] * 2, [0] * 2]
+        )
+        # Of the compression, both columns of the weight sum two features.
+        np.testing.assert_array_equal(of_w.astype(np.float32).reshape(-1)[:2], [width * many] * 2)
 
 
 # 11: what drawn programs did beyond those that every run draws.

@@ -132,13 +132,6 @@ def test_the_network_moves_nothing_but_the_index(name, kind):
 # Programs that are divided by hand.
 
 
-def mapped(model, mesh, specs, out, **options):
-    def fn(*args):
-        return jax.shard_map(model, mesh=mesh, in_specs=specs, out_specs=out, **options)(*args)
-
-    return fn
-
-
 def on_two_devices():
     """A mesh, and arrays to divide over it."""
     rng = np.random.default_rng(0)
@@ -149,23 +142,20 @@ def on_two_devices():
     return jax.make_mesh((2,), ("x",), axis_types=(AxisType.Auto,)), user, index, weight, cand
 
 
-def of_rows(body):
-    def fn(mesh, user, index, weight, cand, **options):
-        specs = (P("x"), P(), P("x"))
-        return mapped(body, mesh, specs, P("x"), **options)(user[index], weight, cand)
-
-    return fn
+def of_rows(body, mesh, user, index, weight, cand, **options):
+    """Divides looked-up rows."""
+    specs = {"in_specs": (P("x"), P(), P("x")), "out_specs": P("x")}
+    return jax.shard_map(body, mesh=mesh, **specs, **options)(user[index], weight, cand)
 
 
-def around(body):
-    def fn(mesh, user, index, weight, cand, **options):
-        def inside(user, index, weight, cand):
-            return body(user[index], weight, cand)
+def around(body, mesh, user, index, weight, cand, **options):
+    """Divides the index, by which every device looks its rows up."""
 
-        specs = (P(), P("x"), P(), P("x"))
-        return mapped(inside, mesh, specs, P("x"), **options)(user, index, weight, cand)
+    def inside(user, index, weight, cand):
+        return body(user[index], weight, cand)
 
-    return fn
+    specs = {"in_specs": (P(), P("x"), P(), P("x")), "out_specs": P("x")}
+    return jax.shard_map(inside, mesh=mesh, **specs, **options)(user, index, weight, cand)
 
 
 def shifted(rows, weight, cand):
@@ -193,7 +183,7 @@ def test_shard_map(place, body, check):
     mesh, user, index, weight, cand = on_two_devices()
 
     def fn(user, weight, cand):
-        return place(body)(mesh, user, index, weight, cand, check_vma=check)
+        return place(body, mesh, user, index, weight, cand, check_vma=check)
 
     def run(user, weight, cand):
         each = ikbo.rewrite(fn), fn

@@ -203,7 +203,8 @@ class Call(BlockMasks):
             )._replace(bias=bias)
             if seen is not None:
                 _, out, lse, _ = attend_by_row(operands, seen, kept)
-                outs.append((staged.reshape(out, flat.shape), staged.reshape(lse, flat.shape[:3])))
+                lse = staged.reshape(lse, flat.shape[:3])
+                outs.append((staged.reshape(out, flat.shape), lse))
                 continue
             if kept is not None:
                 operands = operands.ordered(kept)
