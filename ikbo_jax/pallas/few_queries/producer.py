@@ -266,7 +266,7 @@ def _skip(ready: Any, count: int) -> None:
 
 def _load_more_blocks(ctx: Context, place: Place) -> Any:
     """Loads more of the first blocks while candidates are listed; counts those in the rings."""
-    user, _ = ctx.listed_place(place.slot)
+    user = ctx.listed_place(place.slot)[0]
     keys = rows.length_of(ctx, user) - place.split * (ctx.split_blocks * ctx.config.block_kv)
     blocks = jnp.clip(pl.cdiv(keys, ctx.config.block_kv), 1, ctx.split_blocks)
     loaded = jnp.minimum(blocks, min(ctx.config.k_stages, ctx.config.v_stages))
