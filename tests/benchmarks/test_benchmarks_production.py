@@ -79,11 +79,6 @@ def test_tables_name_the_points_that_lose():
     assert "| gdpa forward, loses | xla |" in worst.splitlines()[4]
 
 
-def _small(op: str, number: int) -> list:
-    points = (harness.Point("", "", shape) for shape in production_draws.shapes(op, number))
-    return [harness.shrink(point).case for point in points]
-
-
 def _check_with_another_scale(contender, direction, exact):
     """The contender's results are right; those of a function with another scale are wrong."""
     fn, args = production.in_direction(contender, direction)
@@ -112,8 +107,9 @@ def test_programs_take_indices_and_lengths_as_arguments(op):
     With "both", the programs have the forward pass and its gradients. Of two shapes of attention,
     one has lengths.
     """
-    for shape in _small(op, 2):
-        for make in production_providers.contenders(shape)[:2]:  # the library's op, and in XLA
+    for shape in production_draws.shapes(op, 2):
+        small = harness.shrink(harness.Point("", "", shape)).case
+        for make in production_providers.contenders(small)[:2]:  # the library's op, and in XLA
             fn, args = production.in_direction(make(), "both")
             assert any(x.dtype == np.int32 for x in args)
             consts = jax.make_jaxpr(fn)(*args).consts
