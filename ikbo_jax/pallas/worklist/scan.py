@@ -1,4 +1,4 @@
-"""Loops of a CTA's threads over numbers in shared memory: sums and ranks.
+"""Loops of a CTA's threads over numbers in shared memory: sums.
 
 A thread takes consecutive numbers, so that it adds up in registers, and exchanges one result.
 """
