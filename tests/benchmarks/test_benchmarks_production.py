@@ -79,25 +79,21 @@ def test_tables_name_the_points_that_lose():
     assert "| gdpa forward, loses | xla |" in worst.splitlines()[4]
 
 
-def _check_with_another_scale(contender, direction, exact):
-    """The contender's results are right; those of a function with another scale are wrong."""
-    fn, args = production.in_direction(contender, direction)
-    results = jax.jit(fn)(*args)
-    assert production.compare(contender, direction, exact, results).ok
-    scaled = [jax.device_put(np.asarray(x) * x.dtype.type(1.1)) for x in results]
-    assert not production.compare(contender, direction, exact, scaled).ok
-
-
 @pytest.mark.parametrize(("batch", "users"), [(60, 2), (4617, 1)])
 def test_gradients_that_xla_adds_in_bfloat16_are_right(batch, users):
-    """A rounding for each candidate of a user is what a model written by hand has."""
+    """A rounding for each candidate of a user is what a model written by hand has; another scale is
+    wrong."""
     shape = CompressionShape(LinearCompressionProblem((users, batch), (9, 20), 6, 16, "bfloat16"))
     _, exact_form, _, *by_hand = production_providers.contenders(shape)
     by_hand = [make() for make in by_hand]
     assert [contender.name for contender in by_hand] == ["xla-by-hand", "copies"]
     exact = production.exact_results(exact_form(), "both")
     for contender in by_hand:
-        _check_with_another_scale(contender, "both", exact)
+        fn, args = production.in_direction(contender, "both")
+        results = jax.jit(fn)(*args)
+        assert production.compare(contender, "both", exact, results).ok
+        scaled = [jax.device_put(np.asarray(x) * x.dtype.type(1.1)) for x in results]
+        assert not production.compare(contender, "both", exact, scaled).ok
 
 
 @pytest.mark.parametrize("op", ["attention", "linear_compression", "gdpa"])
