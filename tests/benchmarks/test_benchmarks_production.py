@@ -79,30 +79,21 @@ def test_tables_name_the_points_that_lose():
     assert "| gdpa forward, loses | xla |" in worst.splitlines()[4]
 
 
-def _small(op: str, number: int) -> list:
-    points = (harness.Point("", "", shape) for shape in production_draws.shapes(op, number))
-    return [harness.shrink(point).case for point in points]
-
-
-def _check_with_another_scale(contender, direction, exact):
-    """The contender's results are right; those of a function with another scale are wrong."""
-    fn, args = production.in_direction(contender, direction)
-    results = jax.jit(fn)(*args)
-    assert production.compare(contender, direction, exact, results).ok
-    scaled = [jax.device_put(np.asarray(x) * x.dtype.type(1.1)) for x in results]
-    assert not production.compare(contender, direction, exact, scaled).ok
-
-
 @pytest.mark.parametrize(("batch", "users"), [(60, 2), (4617, 1)])
 def test_gradients_that_xla_adds_in_bfloat16_are_right(batch, users):
-    """A rounding for each candidate of a user is what a model written by hand has."""
+    """A rounding for each candidate of a user is what a model written by hand has; another scale is
+    wrong."""
     shape = CompressionShape(LinearCompressionProblem((users, batch), (9, 20), 6, 16, "bfloat16"))
     _, exact_form, _, *by_hand = production_providers.contenders(shape)
     by_hand = [make() for make in by_hand]
     assert [contender.name for contender in by_hand] == ["xla-by-hand", "copies"]
     exact = production.exact_results(exact_form(), "both")
     for contender in by_hand:
-        _check_with_another_scale(contender, "both", exact)
+        fn, args = production.in_direction(contender, "both")
+        results = jax.jit(fn)(*args)
+        assert production.compare(contender, "both", exact, results).ok
+        scaled = [jax.device_put(np.asarray(x) * x.dtype.type(1.1)) for x in results]
+        assert not production.compare(contender, "both", exact, scaled).ok
 
 
 @pytest.mark.parametrize("op", ["attention", "linear_compression", "gdpa"])
@@ -112,8 +103,9 @@ def test_programs_take_indices_and_lengths_as_arguments(op):
     With "both", the programs have the forward pass and its gradients. Of two shapes of attention,
     one has lengths.
     """
-    for shape in _small(op, 2):
-        for make in production_providers.contenders(shape)[:2]:  # the library's op, and in XLA
+    for shape in production_draws.shapes(op, 2):
+        small = harness.shrink(harness.Point("", "", shape)).case
+        for make in production_providers.contenders(small)[:2]:  # the library's op, and in XLA
             fn, args = production.in_direction(make(), "both")
             assert any(x.dtype == np.int32 for x in args)
             consts = jax.make_jaxpr(fn)(*args).consts

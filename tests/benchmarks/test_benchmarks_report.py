@@ -1,6 +1,5 @@
 """What the report refuses to replace, and what its plots look like."""
 
-import contextlib
 import json
 import re
 
@@ -139,39 +138,24 @@ def test_plots_use_words(tmp_path):
         assert float(re.search(r'width="([\d.]+)pt"', text)[1]) <= 9.5 * 72
 
 
-def test_legends_and_labels_lie_over_nothing(tmp_path):
-    pytest.importorskip("matplotlib")
-    boxes = []
+def test_legends_and_labels_lie_over_nothing(tmp_path, monkeypatch):
+    figures = pytest.importorskip("matplotlib.figure")
+    boxes, save = [], figures.Figure.savefig
 
-    def watched(figure, path):
+    def watched(figure, *args, **options):
         figure.canvas.draw()
         panels = [axis.get_window_extent() for axis in figure.axes]
         tight = [axis.get_tightbbox() for axis in figure.axes]
         boxes.extend((a, b) for a in tight for b in tight if a is not b)
         boxes.extend((legend.get_window_extent(), p) for legend in figure.legends for p in panels)
+        return save(figure, *args, **options)
 
+    monkeypatch.setattr(figures.Figure, "savefig", watched)
     results = timing.read_results(report.ROOT / "benchmarks/results/ranking-ratio-h200.json")
-    with watching_figures(watched):
-        report.draw(results, tmp_path)
+    report.draw(results, tmp_path)
     assert len(boxes) == 2 + 2
     for one, other in boxes:
         assert not one.padded(-1).overlaps(other.padded(-1))
-
-
-@contextlib.contextmanager
-def watching_figures(watch):
-    """Calls `watch(figure, path)` before a figure is saved."""
-    from matplotlib.figure import Figure
-
-    real = Figure.savefig
-
-    def savefig(figure, path, *args, **kwargs):
-        watch(figure, path)
-        return real(figure, path, *args, **kwargs)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Figure, "savefig", savefig)
-        yield
 
 
 def test_files_of_one_run_are_joined(tmp_path, capsys):

@@ -1,5 +1,6 @@
 """The benchmark of several devices: its points, what it reads of programs, a run in small."""
 
+import functools
 import json
 import sys
 
@@ -52,20 +53,17 @@ def test_points_are_powers_of_two(devices, expected):
 COLLECTIVES = {"psum", "psum_invariant", "all_gather", "all_to_all", "ppermute", "reduce_scatter"}
 
 
-def zeros_of(fn):
-    """`fn` with zeros for its results, which compiles nothing."""
-
-    def run(*args):
-        shapes = jax.eval_shape(lambda: fn(*args))
-        return jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), shapes)
-
-    return run
+def zeros_of(fn, *args):
+    """Zeros for the results of `fn`, for which nothing is compiled."""
+    shapes = jax.eval_shape(lambda: fn(*args))
+    return jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), shapes)
 
 
 def test_what_the_network_and_its_training_step_sum_over_devices(monkeypatch):
     """The network nothing. What a parameter is broadcast to is summed on the device before."""
     for name in ("init", "draw_request"):
-        monkeypatch.setattr(ranking, name, zeros_of(getattr(ranking, name)))
+        zeros = functools.partial(zeros_of, getattr(ranking, name))
+        monkeypatch.setattr(ranking, name, zeros)
     mesh = scaling.mesh_of(8, AxisType.Auto)
     network, training = (
         scaling.PROGRAMS[name](mesh, scaling.SMALL_REQUEST, small=True)

@@ -43,7 +43,6 @@ from ikbo_jax.pallas.hopper.row_products import (
 )
 from ikbo_jax.pallas.worklist import numbering
 from ikbo_jax.pallas.worklist.numbering import USER_WORDS
-from ikbo_jax.pallas.worklist.scan import rank, rank_of
 from ikbo_jax.pallas.worklist.search import count_at_most
 from ikbo_jax.problems import memory
 from ikbo_jax.problems.hopper import WARPGROUP_SIZE
@@ -185,9 +184,7 @@ def _rows(ctx: WarpgroupContext) -> _Rows:
     shape, sizes, operands = ctx.shape, ctx.shape.sizes, ctx.operands
     of_launch = numbering.Operands(operands.index, operands.lengths)
     threads = numbering.THREADS
-    numbers = numbering.Numbering(
-        sizes, ctx.shared, of_launch, ctx.outputs.rows, ctx.worker, shape.workers
-    )
+    numbers = ctx.replace(shape=sizes, operands=of_launch, outputs=ctx.outputs.rows)
     thread, zero = per_thread.number(), per_thread.same(0)
     row = ctx.worker * CTA_ROWS + lax.div(thread, per_thread.same(ROW_THREADS))
     is_row = row < shape.rows
@@ -195,10 +192,9 @@ def _rows(ctx: WarpgroupContext) -> _Rows:
     query, head = per_thread.divided(row, shape.heads)
     candidate, q = per_thread.divided(query, sizes.q_len)
     kv_head, in_group = per_thread.divided(head, sizes.group)
-    (user,) = numbers.users([candidate])
+    (user,) = numbering.users_of(numbers, [candidate])
     if operands.users is None:
-        numbering.number(numbers)
-        numbering.describe(numbers)
+        numbering.number_and_describe(numbers)
         first_of: Any = functools.partial(threads.read, ctx.shared.first_rows)
         target_of: Any = functools.partial(threads.read, ctx.shared.first_targets)
         poison = ctx.shared.poison if sizes.is_sorted else None
@@ -239,23 +235,37 @@ def _rows(ctx: WarpgroupContext) -> _Rows:
     return _Rows(row, is_row, kv_head, first_target + in_user, added, packed)
 
 
-def _rank(ctx: numbering.Numbering, candidate: jax.Array, shape: Shape) -> jax.Array:
-    """Counts the candidates of the same user that come before each of this CTA's."""
+def _rank(ctx: WarpgroupContext, candidate: jax.Array, shape: Shape) -> jax.Array:
+    """Counts the candidates of the same user that come before each of this CTA's.
+
+    Each thread compares some users with those of all of the CTA's candidates.
+    """
     first = lax.div(ctx.worker * CTA_ROWS, shape.heads * shape.sizes.q_len)
 
     def users_of(candidates: list[jax.Array]) -> list[jax.Array]:
-        return ctx.users([jnp.minimum(x, shape.sizes.batch - 1) for x in candidates])
+        last = shape.sizes.batch - 1
+        return numbering.users_of(ctx, [jnp.minimum(x, last) for x in candidates])
 
     mine = [per_thread.same(0) + (first + i) for i in range(shape.ranked)]
     own = list(zip(mine, users_of(mine), strict=True))
-    ranks = ctx.shared.ranks
+    rounds, numbers_of = numbering.THREADS.rounds(shape.sizes.batch)
 
-    def is_before(other: tuple[Any, Any], own: tuple[Any, Any]) -> jax.Array:
-        return (other[1] == own[1]) & (other[0] < own[0])
+    def add(turn: Any, sums: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        numbers = numbers_of(turn)
+        for number, user in zip(numbers, users_of(numbers), strict=True):
+            is_before = ((user == of_own) & (number < x) for x, of_own in own)
+            counts = (per_thread.select(x, 1, 0) for x in is_before)
+            sums = tuple(x + y for x, y in zip(sums, counts, strict=True))
+        return sums
 
-    rank(users_of, shape.sizes.batch, own, is_before, ranks)
+    sums = lax.fori_loop(0, rounds, add, (per_thread.same(0),) * len(own))
+    per_thread.sums_by_warp(sums, ctx.shared.ranks)
     plgpu.commit_smem()
-    return rank_of(numbering.THREADS, ranks, candidate - first)
+    found = per_thread.same(0)
+    for warp in range(per_thread.WARPS):
+        place = (candidate - first) * per_thread.WARPS + warp
+        found = found + numbering.THREADS.read(ctx.shared.ranks, place)
+    return found
 
 
 def _store(ctx: WarpgroupContext) -> None:

@@ -73,8 +73,10 @@ def masked_tiles(
         [q, *gaps], words, keys.length, size=size, total=offsets.result_rows
     )
     sequence = Sequence(kv_length, contextual, targets)
-    found = keys_of_tile(rule, position + done, jnp.maximum(rows[2], 1), sequence, unit)
-    columns = (*rows, kv_start + found.first, found.count, *found.mask)
+    first, count, mask = keys_of_tile(
+        rule, position + done, jnp.maximum(rows[2], 1), sequence, unit
+    )
+    columns = (*rows, kv_start + first, count, *mask)
     listed = jnp.stack([x + jnp.zeros_like(done) for x in columns], axis=1)
     return by_blocks(TileList(listed, counts), unit, keys_per_group, early_keys(rule))
 

@@ -71,23 +71,17 @@ def _add_up(ctx: SegmentContext) -> Any:
     return shared.ends[shape.sequences - 1]
 
 
-def _place(ctx: SegmentContext, number: Any) -> tuple[Any, Any]:
-    """Finds the sequence of tile `number`, and the tile's number in the sequence; scalars."""
-    shape, ends = ctx.shape, ctx.shared.ends
-    each = _tiles_of_each(ctx)
-    if each is not None:
-        return lax.div(number, each), lax.rem(number, each)
-    # Sequences whose tiles all come before this one.
-    sequence = count_at_most(lambda x: ends[x], shape.sequences, number, jnp.int32(0))
-    sequence = jnp.minimum(sequence, shape.sequences - 1)
-    begin = jnp.where(sequence > 0, ends[jnp.maximum(sequence - 1, 0)], 0)
-    return sequence, number - begin
-
-
 def tile(ctx: SegmentContext, number: Any) -> tuple[Any, Any, Any, Any, Any]:
     """Describes tile `number` by the words of a `TileList`; a tile without rows has no keys."""
     shape, shared = ctx.shape, ctx.shared
-    sequence, place = _place(ctx, number)
+    each, ends = _tiles_of_each(ctx), shared.ends
+    if each is not None:
+        sequence, place = lax.div(number, each), lax.rem(number, each)
+    else:
+        # Sequences whose tiles all come before this one.
+        sequence = count_at_most(lambda x: ends[x], shape.sequences, number, jnp.int32(0))
+        sequence = jnp.minimum(sequence, shape.sequences - 1)
+        place = number - jnp.where(sequence > 0, ends[jnp.maximum(sequence - 1, 0)], 0)
     done = place * shape.size
     kv_start = shared.kv_offsets[sequence]
     kv_length = shared.kv_offsets[sequence + 1] - kv_start

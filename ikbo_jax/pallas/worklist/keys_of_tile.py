@@ -14,14 +14,6 @@ from ikbo_jax.problems.hopper import NUM_CONSUMERS, WGMMA_M
 from ikbo_jax.reference.hstu import Rule, Seen, Sequence, seen
 
 
-class Keys(NamedTuple):
-    """The keys of a tile that are not skipped; `first` counts from the sequence's first."""
-
-    first: Any
-    count: Any
-    mask: tuple[Any, ...]
-
-
 class Bounds(NamedTuple):
     """Extremes of the keys that a consumer's rows see: of their ranges, and of the gaps in these.
 
@@ -60,14 +52,20 @@ def _bounds(rule: Rule, sequence: Sequence, first: Any, last: Any) -> Bounds:
     return Bounds(begin, most, windowed.begin, least, ends[1].gap_begin, ends[1].gap_end)
 
 
-def keys_of_tile(rule: Rule, position: Any, rows: Any, sequence: Sequence, unit: int) -> Keys:
+def keys_of_tile(
+    rule: Rule, position: Any, rows: Any, sequence: Sequence, unit: int
+) -> tuple[Any, Any, tuple[Any, ...]]:
     """Finds the keys of a tile of `rows` rows, at least 1, and its mask.
 
-    `position` is the first row's in its sequence, `unit` the keys of a block.
+    `position` is the first row's in its sequence, `unit` the keys of a block. Returns the first key
+    in the sequence, the number of keys that are not skipped, and the words of the mask.
     """
 
     def divide(keys: Any) -> Any:
         return lax.div(keys, jnp.full_like(keys, unit))
+
+    def block(key: Any, rest: int = 0) -> Any:
+        return divide(jnp.maximum(key, 0) + rest)
 
     given, sequence = sequence, sequence.clamped(rule)
     last_row = position + rows - 1
@@ -86,29 +84,17 @@ def keys_of_tile(rule: Rule, position: Any, rows: Any, sequence: Sequence, unit:
         top = jnp.minimum(position + consumer * WGMMA_M, last_row)
         bottom = jnp.minimum(top + (WGMMA_M - 1), last_row)
         bounds = _bounds(rule, sequence, top, bottom)
-        mask += _cuts(bounds, first, skipped, unit, divide)
+        gap_begin, gap_end = bounds.gap_begin, bounds.gap_end
+        # The blocks that no range begins in or after; the first one in which a range ends; and the
+        # first and last block plus 1 of gaps.
+        mask.append(block(bounds.begin - first, unit - 1))
+        mask.append(block(bounds.end - first - skipped))
+        mask.append(block(gap_begin - first))
+        mask.append(jnp.where(gap_begin < gap_end, block(gap_end - first - skipped, unit - 1), 0))
         if has_long_tiles(rule):  # rows that see nothing have a block, whose weights are 0
             count = divide(jnp.maximum(bounds.last - first - skipped, 1) + (unit - 1))
             has_rows = has_keys & (position + consumer * WGMMA_M <= last_row)
             seen_blocks.append(jnp.where(has_rows, count, 0 * position))
     # Rows without keys have a hole, too.
     count = jnp.clip(last - first - skipped, 0, sequence.length)
-    return Keys(first, count, (*mask, *seen_blocks))
-
-
-def _cuts(bounds: Bounds, first: Any, skipped: Any, unit: int, divide: Any) -> tuple[Any, ...]:
-    """Finds the blocks that no range begins in or after; the first one in which a range ends; and
-    the first and last block plus 1 of gaps.
-    """
-
-    def block(key: Any, rest: int = 0) -> Any:
-        return divide(jnp.maximum(key, 0) + rest)
-
-    return (
-        block(bounds.begin - first, unit - 1),
-        block(bounds.end - first - skipped),
-        block(bounds.gap_begin - first),
-        jnp.where(
-            bounds.gap_begin < bounds.gap_end, block(bounds.gap_end - first - skipped, unit - 1), 0
-        ),
-    )
+    return first, count, (*mask, *seen_blocks)

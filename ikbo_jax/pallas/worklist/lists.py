@@ -16,7 +16,7 @@ TILE_WORDS = 5
 #: block `SKIP_FROM`, so that block begins so many keys later. `FIRST_KEY` and `POSITION` are the
 #: first key and the position of the first row, counted from the sequence's first key. Then come
 #: the sequence's numbers of keys, contextual tokens and targets, and four words for each consumer,
-#: which `keys_of_tile._cuts` computes. Where some tiles alone are long (`has_long_tiles`), a last
+#: which `keys_of_tile` computes. Where some tiles alone are long (`has_long_tiles`), a last
 #: word for each consumer counts the blocks up to the last one that its rows see.
 SKIP_FROM, SKIPPED, FIRST_KEY, POSITION, LENGTH, CONTEXTUAL, TARGETS, CUTS = range(8)
 MASK_WORDS, SEEN_WORDS = 15, 2

@@ -100,14 +100,16 @@ class MaskedContext(SegmentContext):
         ]
         position = kv_length - found.length + done
         sequence = Sequence(kv_length, *numbers)
-        keys = keys_of_tile(shape.rule, position, jnp.maximum(rows, 1), sequence, shape.unit)
+        first, count, mask = keys_of_tile(
+            shape.rule, position, jnp.maximum(rows, 1), sequence, shape.unit
+        )
         return Tile(
             start + done,
             rows,
-            jnp.where(kv_length > 0, found.kv_start + keys.first, 0),
-            keys.count,
+            jnp.where(kv_length > 0, found.kv_start + first, 0),
+            count,
             done if shape.is_broadcast else start + done,
-            keys.mask,
+            mask,
         )
 
 
@@ -120,7 +122,7 @@ def list_masked_tiles(ctx: MaskedContext) -> None:
         (ctx.operands.num_targets, shared.targets),
     )
     load(base, [(x, ref, 0, shape.kv_rows) for x, ref in arrays if x is not None])
-    longest = running_maxima(base)
+    (longest,) = running_maxima(base, base.shape)
     segments = base.shape.segments
 
     def tiles(places: list[jax.Array]) -> list[tuple[jax.Array]]:

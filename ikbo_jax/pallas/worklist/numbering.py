@@ -150,30 +150,20 @@ def outputs(sizes: Sizes, *, has_order: bool = False) -> Outputs:
     )
 
 
-class Numbering(NamedTuple):
-    """Arguments that the functions below share."""
-
-    sizes: Sizes
-    shared: Any
-    operands: Any
-    outputs: Any
-    worker: Any
-    workers: int
-
-    def users(self, candidates: list[jax.Array]) -> list[jax.Array]:
-        """Loads the users of candidates."""
-        # All loads before the first use of one: each takes 300 ns.
-        found = [THREADS.read(self.operands.index, x, "global") for x in candidates]
-        return [jnp.clip(x, 0, self.sizes.users - 1) for x in found]
+def users_of(ctx: WarpgroupContext, candidates: list[jax.Array]) -> list[jax.Array]:
+    """Loads the users of candidates, clamped."""
+    # All loads before the first use of one: each takes 300 ns.
+    found = [THREADS.read(ctx.operands.index, x, "global") for x in candidates]
+    return [jnp.clip(x, 0, ctx.shape.users - 1) for x in found]
 
 
-def number(ctx: Numbering) -> None:
+def number(ctx: WarpgroupContext) -> None:
     """Does steps 1 to 3 for all users."""
     shared, thread = ctx.shared, per_thread.number()
     everyone = thread >= 0
     THREADS.keep(shared.poison, thread, per_thread.same(0), thread == 0)
 
-    @pl.loop(0, ctx.sizes.users_each)
+    @pl.loop(0, ctx.shape.users_each)
     def _(turn: Any) -> None:
         index = turn * WARPGROUP_SIZE + thread
         THREADS.keep(shared.candidates, index, per_thread.same(0), everyone)
@@ -185,15 +175,15 @@ def number(ctx: Numbering) -> None:
     plgpu.commit_smem()
 
 
-def _count(ctx: Numbering) -> None:
+def _count(ctx: WarpgroupContext) -> None:
     """Counts each user's candidates, and finds whether the promised order is wrong."""
-    sizes, shared, last = ctx.sizes, ctx.shared, ctx.sizes.batch - 1
+    sizes, shared, last = ctx.shape, ctx.shared, ctx.shape.batch - 1
     rounds, numbers = THREADS.rounds(sizes.batch + 1)
 
     @pl.loop(0, rounds)
     def _(turn: Any) -> None:
         places = numbers(turn)
-        users = ctx.users([jnp.clip(x + step, 0, last) for x in places for step in (-1, 0)])
+        users = users_of(ctx, [jnp.clip(x + step, 0, last) for x in places for step in (-1, 0)])
         for place, before, user in zip(places, users[::2], users[1::2], strict=True):
             is_first, is_end = place == 0, place == sizes.batch
             is_other = (before != user) | is_first | is_end
@@ -207,9 +197,9 @@ def _count(ctx: Numbering) -> None:
                 THREADS.keep(shared.poison, zero, nan, is_wrong)
 
 
-def _add_up(ctx: Numbering) -> None:
+def _add_up(ctx: WarpgroupContext) -> None:
     """Stores the first row, the first target and the end of the tiles of each user."""
-    sizes, shared = ctx.sizes, ctx.shared
+    sizes, shared = ctx.shape, ctx.shared
 
     def numbers(user: jax.Array) -> tuple[jax.Array, ...]:
         rows = THREADS.read(shared.candidates, user) * sizes.per_candidate
@@ -232,29 +222,32 @@ def _add_up(ctx: Numbering) -> None:
     running_sums(THREADS, sizes.users, read, store, shared.sums, kinds=kinds, parts=(each, 1, each))
 
 
-def describe(ctx: Numbering) -> None:
+def describe(ctx: WarpgroupContext) -> None:
     """Writes this CTA's share of the descriptions to device memory (step 4)."""
-    sizes, outputs = ctx.sizes, ctx.outputs
+    sizes, outputs = ctx.shape, ctx.outputs
     zero, thread = per_thread.same(0), per_thread.number()
-    _for_all(ctx, sizes.users, _describe_user)
+    _write_all(ctx, outputs.users, sizes.users, _user)
     if outputs.parts is not None:
-        _for_all(ctx, sizes.users * sizes.splits, _describe_part)
+        _write_all(ctx, outputs.parts, sizes.users * sizes.splits, _part)
     if outputs.tiles is not None:
-        _for_all(ctx, sizes.most_tiles + 1, _describe_tile)
+        _write_all(ctx, outputs.tiles, sizes.most_tiles + 1, _tile)
     if outputs.poison is not None:
         is_wanted = (thread == 0) & (zero + ctx.worker == 0)
         poison = THREADS.read(ctx.shared.poison, zero)
         THREADS.write(outputs.poison, zero, poison, is_wanted)
 
 
-def _for_all(ctx: Numbering, count: int, body: Any) -> None:
-    """Calls body(ctx, index, whether index is below `count`) for this CTA's share of numbers."""
-    turns = pl.cdiv(count, WARPGROUP_SIZE)
+def _write_all(ctx: WarpgroupContext, ref: Any, count: int, words_of: Any) -> None:
+    """Writes words_of(ctx, index) for this CTA's share of the indices below `count`."""
+    turns, workers = pl.cdiv(count, WARPGROUP_SIZE), lax.axis_size("worker")
 
-    @pl.loop(0, (turns - ctx.worker + ctx.workers - 1) // ctx.workers)
+    @pl.loop(0, (turns - ctx.worker + workers - 1) // workers)
     def _(turn: Any) -> None:
-        index = (ctx.worker + turn * ctx.workers) * WARPGROUP_SIZE + per_thread.number()
-        body(ctx, index, index < count)
+        index = (ctx.worker + turn * workers) * WARPGROUP_SIZE + per_thread.number()
+        is_wanted, words = index < count, words_of(ctx, index)
+        assert ref.shape[0] == count * len(words)
+        for i, word in enumerate(words):
+            THREADS.write(ref, index * len(words) + i, word, is_wanted)
 
 
 class _User(NamedTuple):
@@ -266,8 +259,10 @@ class _User(NamedTuple):
     keys: jax.Array
 
 
-def _user(ctx: Numbering, user: jax.Array) -> _User:
-    sizes, shared = ctx.sizes, ctx.shared
+def _user(ctx: WarpgroupContext, user: jax.Array) -> _User:
+    """Describes users; from the number of users on, the last one."""
+    sizes, shared = ctx.shape, ctx.shared
+    user = jnp.minimum(user, sizes.users - 1)
     keys = per_thread.same(sizes.kv_len)
     if ctx.operands.lengths is not None:
         keys = jnp.clip(THREADS.read(ctx.operands.lengths, user, "global"), 0, sizes.kv_len)
@@ -279,38 +274,25 @@ def _user(ctx: Numbering, user: jax.Array) -> _User:
     )
 
 
-def _write_words(
-    ctx: Numbering, ref: Any, index: jax.Array, words: tuple[jax.Array, ...], is_wanted: jax.Array
-) -> None:
-    for i, word in enumerate(words):
-        THREADS.write(ref, index * len(words) + i, word, is_wanted)
-
-
-def _describe_user(ctx: Numbering, index: jax.Array, is_wanted: jax.Array) -> None:
-    found = _user(ctx, jnp.minimum(index, ctx.sizes.users - 1))
-    assert len(found) == USER_WORDS
-    _write_words(ctx, ctx.outputs.users, index, found, is_wanted)
-
-
-def _describe_part(ctx: Numbering, index: jax.Array, is_wanted: jax.Array) -> None:
-    sizes = ctx.sizes
+def _part(ctx: WarpgroupContext, index: jax.Array) -> tuple[jax.Array, ...]:
+    """Describes parts of users' rows."""
+    sizes = ctx.shape
     number = lax.div(index, per_thread.same(sizes.splits))
-    user = _user(ctx, jnp.minimum(number, sizes.users - 1))
+    user = _user(ctx, number)
     # All parts but a user's last ones have whole blocks.
     part_rows = cdiv(cdiv(user.rows, sizes.block_q), sizes.splits) * sizes.block_q
     begin = (index - number * sizes.splits) * part_rows
-    words = (
+    return (
         user.first_row + begin,
         jnp.clip(user.rows - begin, 0, part_rows),
         user.first_target + begin,
         user.keys,
     )
-    _write_words(ctx, ctx.outputs.parts, index, words, is_wanted)
 
 
-def _describe_tile(ctx: Numbering, index: jax.Array, is_wanted: jax.Array) -> None:
-    """Describes a tile; the entry after the last possible tile begins with the number of tiles."""
-    sizes, ends, read = ctx.sizes, ctx.shared.ends, THREADS.read
+def _tile(ctx: WarpgroupContext, index: jax.Array) -> tuple[jax.Array, ...]:
+    """Describes tiles; the entry after the last possible tile begins with the number of tiles."""
+    sizes, ends, read = ctx.shape, ctx.shared.ends, THREADS.read
     size: Any = sizes.tile_rows
     # Users whose tiles all come before this one.
     user = count_at_most(lambda x: read(ends, x), sizes.users, index, per_thread.same(0))
@@ -318,23 +300,19 @@ def _describe_tile(ctx: Numbering, index: jax.Array, is_wanted: jax.Array) -> No
     found = _user(ctx, user)
     start = (index - (THREADS.read(ends, user) - cdiv(found.rows, size))) * size
     total = THREADS.read(ends, per_thread.same(sizes.users - 1))
-    words = (
+    return (
         jnp.where(index < sizes.most_tiles, found.first_row + start, total),
         jnp.clip(found.rows - start, 0, size),
         user,
         found.keys,
         found.first_target + start,
     )
-    assert len(words) == TILE_WORDS
-    _write_words(ctx, ctx.outputs.tiles, index, words, is_wanted)
 
 
-def _number_and_describe(ctx: WarpgroupContext) -> None:
+def number_and_describe(ctx: WarpgroupContext) -> None:
     """Numbers all rows, and describes the CTA's share, on the CTA's warpgroup."""
-    arrays = ctx.shared, ctx.operands, ctx.outputs
-    numbering = Numbering(ctx.shape, *arrays, ctx.worker, ctx.shape.workers)
-    number(numbering)
-    describe(numbering)
+    number(ctx)
+    describe(ctx)
 
 
 # Host side
@@ -348,7 +326,7 @@ def fits(sizes: Sizes) -> bool:
 def numbering_kernel(operands: Operands, sizes: Sizes) -> Outputs:
     """Numbers rows and describes users; returns the arrays that `sizes` asks for."""
     return launch_threads(
-        _number_and_describe,
+        number_and_describe,
         sizes,
         operands,
         outputs(sizes),

@@ -55,12 +55,6 @@ class Bins(NamedTuple):
     copies: Any
     longest: Any  # blocks of the longest segment
 
-    def of(self, rank: jax.Array) -> jax.Array:
-        """Returns the bins of ranks, in the order of the list; the last has rank 0 alone."""
-        if self.shift is None:
-            return self.last - rank
-        return self.last - ((rank + ((1 << self.shift) - 1)) >> self.shift)
-
 
 def _bins(shape: Shape, longest: jax.Array) -> Bins:
     """Chooses bins for segments of at most `longest` blocks."""
@@ -81,8 +75,9 @@ def _bins(shape: Shape, longest: jax.Array) -> Bins:
 
 
 def _bin_of(shape: Shape, bins: Bins, found: Segment) -> jax.Array:
-    """Returns the bins of segments: blocks, plus `bins.longest` for each later group; 0 without
-    keys.
+    """Returns the bins of segments, in the order of the list; the last has rank 0 alone.
+
+    A rank is the number of blocks, plus `bins.longest` for each later group; 0 without keys.
     """
     rank = cdiv(found.kv_length, shape.unit)
     if shape.groups > 1:
@@ -91,7 +86,9 @@ def _bin_of(shape: Shape, bins: Bins, found: Segment) -> jax.Array:
             is_early = found.kv_length > shape.early_keys
             after = jnp.where(is_early, same(shape.groups - 1), after)
         rank = jnp.where(rank > 0, rank + after * bins.longest, 0)
-    return bins.of(rank)
+    if bins.shift is not None:
+        rank = (rank + ((1 << bins.shift) - 1)) >> bins.shift
+    return bins.last - rank
 
 
 def _add(ctx: SegmentContext, bins: Bins) -> tuple[jax.Array, jax.Array]:

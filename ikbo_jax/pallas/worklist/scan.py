@@ -1,4 +1,4 @@
-"""Loops of a CTA's threads over numbers in shared memory: sums and ranks.
+"""Loops of a CTA's threads over numbers in shared memory: sums.
 
 A thread takes consecutive numbers, so that it adds up in registers, and exchanges one result.
 """
@@ -10,8 +10,7 @@ import jax
 from jax import lax
 from jax.experimental import pallas as pl
 
-from ikbo_jax.pallas.hopper import per_thread
-from ikbo_jax.pallas.hopper.per_thread import WARPS, Threads, same, select
+from ikbo_jax.pallas.hopper.per_thread import Threads, same
 
 
 def fold(
@@ -114,37 +113,3 @@ def clear(threads: Threads, ref: Any) -> None:
     def _(turn: Any) -> None:
         for x in places_of(turn):
             threads.keep(ref, x, same(0), x < ref.shape[0])
-
-
-def rank(
-    users_of: Callable[[list[jax.Array]], list[jax.Array]],
-    batch: int,
-    mine: list[tuple[jax.Array, jax.Array]],
-    is_before: Callable[[tuple[jax.Array, jax.Array], tuple[jax.Array, jax.Array]], jax.Array],
-    scratch: Any,
-) -> None:
-    """Counts the candidates before each of `mine`, and stores each warp's part; for one warpgroup.
-
-    Each thread compares some users with all of `mine`, (candidate, user) of the CTA's candidates.
-    `rank_of` reads the counts from `scratch`, `WARPS` words for each of `mine`.
-    """
-    rounds, numbers_of = Threads(1, 0).rounds(batch)
-
-    def add(turn: Any, sums: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        numbers = numbers_of(turn)
-        for other in zip(numbers, users_of(numbers), strict=True):
-            sums = tuple(
-                x + select(is_before(other, each), 1, 0) for x, each in zip(sums, mine, strict=True)
-            )
-        return sums
-
-    sums = lax.fori_loop(0, rounds, add, (same(0),) * len(mine))
-    per_thread.sums_by_warp(sums, scratch)
-
-
-def rank_of(threads: Threads, scratch: Any, number: jax.Array) -> jax.Array:
-    """Reads the counts of `rank` for the candidates with these numbers among `mine`."""
-    found = same(0)
-    for warp in range(WARPS):
-        found = found + threads.read(scratch, number * WARPS + warp)
-    return found

@@ -104,19 +104,19 @@ class SegmentContext(WarpgroupContext):
     def segment(self, index: jax.Array) -> Segment:
         """Describes the segments with these numbers; segments past the last one are empty."""
         shape, shared, read, zero = self.shape, self.shared, self.threads.read, same(0)
+        exists, last = index < shape.segments, shape.segments - 1
         if shape.is_broadcast:
-            has_keys, index = index < shape.segments, jnp.minimum(index, shape.segments - 1)
-            number = index
-            found = Rows(has_keys, has_keys, index * shape.q_rows, same(shape.q_rows), zero, zero)
+            number = index = jnp.minimum(index, last)
+            found = Rows(exists, index * shape.q_rows, same(shape.q_rows), zero, zero)
             if self.operands.q_to_kv is not None:
                 number = read(shared.kv_numbers, index)
         else:
-            found = rows(self, shared.q_offsets, index)
-            has_keys, index = found.is_sequence, jnp.minimum(index, shape.segments - 1)
+            found, index = rows(self, shared.q_offsets, index), jnp.minimum(index, last)
             number = jnp.clip(index - 1, 0, max(shape.sequences - 1, 0))
             if shape.is_merged:
                 number, merged = _merged(self, index, found.start, found.length)
-                found = found._replace(length=jnp.where(has_keys, merged, found.length))
+                merged = jnp.where(found.is_sequence, merged, found.length)
+                found = found._replace(length=merged)
             elif self.operands.q_to_kv is not None:
                 number = read(shared.kv_numbers, jnp.clip(index, 1, max(shape.sequences, 1)))
         place = number + shape.kv_first
@@ -124,9 +124,10 @@ class SegmentContext(WarpgroupContext):
         kv_length = read(shared.kv_offsets, place + 1) - kv_start
         if shape.max_seqlen_kv is not None:
             kv_length = jnp.minimum(kv_length, shape.max_seqlen_kv)
+        has_keys = found.is_sequence
         return Segment(
             found.start,
-            jnp.where(found.exists, found.length, 0),
+            jnp.where(exists, found.length, 0),
             found.rest,
             found.rest_start,
             jnp.where(has_keys, kv_start, 0),
@@ -193,13 +194,18 @@ def load(ctx: SegmentContext, further: Sequence[tuple[Any, ...]] = ()) -> None:
     threads.commit()
 
 
-def running_maxima(ctx: SegmentContext) -> jax.Array:
-    """Makes offsets in shared memory rise; returns the most blocks of any sequence, a scalar."""
-    shape, threads = ctx.shape, ctx.threads
-    longest = rise(ctx)[0]
-    if shape.max_seqlen_kv is not None:
-        longest = jnp.minimum(longest, shape.max_seqlen_kv)
-    return threads.largest(cdiv(longest, shape.unit), ctx.shared.parts, 2 * threads.warps)
+def running_maxima(ctx: SegmentContext, *shapes: Shape) -> list[jax.Array]:
+    """Makes offsets in shared memory rise; returns the most blocks of any sequence, scalars.
+
+    Tiles of the first of the `shapes` take keys, those of a second one queries.
+    """
+    threads, found = ctx.threads, []
+    for i, (shape, longest) in enumerate(zip(shapes, rise(ctx), strict=False)):
+        if shape.max_seqlen_kv is not None:
+            longest = jnp.minimum(longest, shape.max_seqlen_kv)
+        at = (2 + i) * threads.warps
+        found.append(threads.largest(cdiv(longest, shape.unit), ctx.shared.parts, at))
+    return found
 
 
 def rise(ctx: SegmentContext) -> list[jax.Array]:
@@ -250,7 +256,6 @@ def _keep_maxima(threads: Threads, ref: Any, at: int, count: int, before: jax.Ar
 class Rows(NamedTuple):
     """Rows of segments of jagged sequences, one segment for each thread."""
 
-    exists: jax.Array
     is_sequence: jax.Array
     start: jax.Array
     length: jax.Array
@@ -270,7 +275,7 @@ def rows(ctx: SegmentContext, offsets: Any, index: jax.Array) -> Rows:
         limit = select(is_sequence, shape.max_seqlen_q, shape.q_rows)
         length = jnp.minimum(whole, limit)
         rest = jnp.where(exists, whole - length, 0)
-    return Rows(exists, is_sequence, start, length, rest, end - rest)
+    return Rows(is_sequence, start, length, rest, end - rest)
 
 
 def _merged(

@@ -145,7 +145,7 @@ def rows_of_tile(
 
 def _list_query_tiles(ctx: SegmentContext) -> None:
     load(ctx)
-    longest = running_maxima(ctx)
+    (longest,) = running_maxima(ctx, ctx.shape)
     if ctx.shape.is_merged:
         merge(ctx)
 

@@ -26,7 +26,14 @@ from ikbo_jax.pallas.worklist import by_xla, lists, tiles
 from ikbo_jax.pallas.worklist.lists import Arrays, Offsets, TileList, Work, Works, WorkSettings
 from ikbo_jax.pallas.worklist.scan import clear, padded, sum_up
 from ikbo_jax.pallas.worklist.search import count_at_most
-from ikbo_jax.pallas.worklist.segments import Segment, SegmentContext, Shape, load, rise, rows
+from ikbo_jax.pallas.worklist.segments import (
+    Segment,
+    SegmentContext,
+    Shape,
+    load,
+    rows,
+    running_maxima,
+)
 from ikbo_jax.pallas.worklist.tiles import list_tiles, rows_of_tile, store_words
 from ikbo_jax.problems import memory
 from ikbo_jax.problems.hopper import TILE_ROWS
@@ -320,13 +327,7 @@ def _list(ctx: SegmentContext) -> None:
         if ref is not None:
             clear(threads, ref)
     load(ctx)
-    longest = []
-    shapes = (static.queries, static.keys)  # of keys, then of queries, that tiles take
-    for i, (shape, most) in enumerate(zip(shapes, rise(ctx), strict=False)):
-        if shape.max_seqlen_kv is not None:
-            most = jnp.minimum(most, shape.max_seqlen_kv)
-        at = (2 + i) * threads.warps
-        longest.append(threads.largest(cdiv(most, shape.unit), shared.parts, at))
+    longest = running_maxima(ctx, static.queries, static.keys)
 
     @pl.when(ctx.worker < static.query_workers)
     def _() -> None:
