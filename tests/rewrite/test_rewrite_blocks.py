@@ -120,13 +120,23 @@ POINTWISE = {
 
 #: Logits with a mask and a bias: of the ages of keys [B, 1, 1, L], and of a table [1, N, L, L].
 BIASED = {
-    "table": lambda x, m, ages, table: jnp.where(m, x + table, -1e9),
+    "table": lambda x, m, ages, table: jnp.where(
+        m,
+        x + table.reshape(-1, N)[:5][np.clip(ROWS - COLUMNS, 0, 4)].transpose(2, 0, 1)[None],
+        -1e9,
+    ),
     "subtracted": lambda x, m, ages, table: jnp.where(m, x - table, -jnp.inf),
     "alibi": lambda x, m, ages, table: jnp.where(m, x - np.abs(np.float32(COLUMNS[:1] - S)), -1e30),
     "age of keys": lambda x, m, ages, table: jnp.where(m, x - ages, -1e9),
     "scaled sum of several": lambda x, m, ages, table: jnp.where(m, (x + table - ages) / 2, -1e9),
     "after an added mask": lambda x, m, ages, table: x + jnp.where(m, 0, -1e9) + table,
     "before an added mask": lambda x, m, ages, table: x + table + jnp.where(m, 0, -1e9),
+    "an added mask before": lambda x, m, ages, table: jnp.where(
+        m, x + jnp.where(ages > 1.5, -1e9, 0.0), 0.7 * jnp.finfo(x.dtype).min
+    ),
+    "a lower added mask before": lambda x, m, ages, table: jnp.where(
+        m, x + jnp.where(ages > 1.5, -jnp.inf, 0.0), -1e30
+    ),
     "that holds the mask": lambda x, m, ages, table: x + jnp.where(m, table / 2, -1e9),
     "summed with the mask": lambda x, m, ages, table: x + (table - ages + jnp.where(m, 0, -1e9)),
     "after a cap": lambda x, m, ages, table: jnp.where(m, 5 * jnp.tanh(x / 5) + table, -1e9),
@@ -175,10 +185,13 @@ def test_a_bias_leaves_the_history_at_user_batch(name: str, mask: str) -> None:
     details = report_of(biased.fn, *biased.args).details
     if name == "by candidate":
         assert "bias differs by candidate" in details
+    elif name == "a lower added mask before":
+        assert "one mask is added, another put in by where" in details
     elif name.endswith("a mask") and mask == "valid_or_self":
         assert "its mask differs by query" in details
     else:
         assert "attention with own tokens" in details
+        assert "not recognised" not in details
     found = faults([biased])
     assert not found, describe(found)
 

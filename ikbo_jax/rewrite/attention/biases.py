@@ -13,18 +13,29 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ikbo_jax.rewrite.attention.blocks import Blocks, arranged_array
+from ikbo_jax.rewrite.attention.blocks import Blocks, arranged_array, of_bases
 from ikbo_jax.rewrite.attention.scores import BATCH, DTYPES, HEAD, KEY, QUERY, Fill, Scores
+from ikbo_jax.rewrite.interpret import Context
 from ikbo_jax.rewrite.values import staged
-from ikbo_jax.rewrite.values.lineage import base_of, has_lineage, is_plain, origins_of, spread
+from ikbo_jax.rewrite.values.lineage import Lazy, base_of, has_lineage, is_plain, origins_of, spread
 from ikbo_jax.rewrite.values.registry import NotCovered
+from ikbo_jax.rewrite.values.reshaped import Reshaped
 
 
 def added(
-    eqn: Any, operands: Sequence[Any], scores: Scores, bias: Any, *, subtracts: bool = False
+    ctx: Context,
+    eqn: Any,
+    operands: Sequence[Any],
+    scores: Scores,
+    bias: Any,
+    *,
+    subtracts: bool = False,
 ) -> Scores:
     """Adds a bias to logits, which may have biases or added masks by user already."""
     root = scores.root
+    if isinstance(bias, (Lazy, Reshaped)) and bias.shape[scores.labels.index((BATCH, 0))] == 1:
+        # Rows of a table, looked up by positions.
+        bias = ctx.build(bias)
     if scores.stage != "logits":
         raise NotCovered(f"attention is not recognised: something is added to its {scores.stage}")
     dtype = eqn.outvars[0].aval.dtype
@@ -35,20 +46,39 @@ def added(
         return scores.then(eqn, operands, root=root)
     if reason := _not_of_users(scores, bias):
         raise NotCovered(f"attention is not recognised: a bias is added that {reason}")
-    biases = [_arranged(-base_of(bias) if subtracts else base_of(bias), scores)]
-    if root.bias is not None:
-        biases.append(root.bias)
-    for fill in root.fills:
-        if fill.added is None or fill.seen is not None:
-            raise NotCovered("attention is not recognised: a bias is added to masked logits")
-        biases.append(jnp.where(fill.kept, 0, fill.value).astype(fill.added)[:, None, None])
-    if dtype not in DTYPES or any(x.dtype != dtype for x in biases):
-        raise NotCovered(f"attention is not recognised: biases of {biases[-1].dtype} and {dtype}")
-    total = sum(biases[1:], start=biases[0])
-    root = dataclasses.replace(
-        root, bias=total, fills=(), mask_origins=root.mask_origins | origins_of(bias)
-    )
+    root, total = of_masks(root), _arranged(-base_of(bias) if subtracts else base_of(bias), scores)
+    total = total if root.bias is None else _sum(total, root.bias)
+    if dtype not in DTYPES or total.dtype != dtype:
+        raise NotCovered(f"attention is not recognised: biases of {total.dtype} and {dtype}")
+    origins = root.mask_origins | origins_of(bias)
+    root = dataclasses.replace(root, bias=total, mask_origins=origins)
     return scores.then(eqn, operands, root=root)
+
+
+def of_masks(root: Any) -> Any:
+    """Makes biases of all masks, which were added to the logits."""
+    if any(fill.added is None or fill.seen is not None for fill in root.fills):
+        raise NotCovered("attention is not recognised: a bias is added to masked logits")
+
+    def bias(fill: Fill) -> Any:
+        def number(kept: Any) -> jax.Array:
+            return jnp.where(kept, 0, fill.value).astype(fill.added)
+
+        return of_bases(number, fill.kept)
+
+    biases = list(map(bias, root.fills))
+    if isinstance(root, Blocks):
+        return dataclasses.replace(root, bias=(*(root.bias or ()), *biases), fills=())
+    total = root.bias
+    for x in biases:
+        total = x[:, None, None] if total is None else _sum(total, x[:, None, None])
+    return dataclasses.replace(root, bias=total, fills=())
+
+
+def _sum(x: jax.Array, y: jax.Array) -> jax.Array:
+    if x.dtype not in DTYPES or x.dtype != y.dtype:
+        raise NotCovered(f"attention is not recognised: biases of {x.dtype} and {y.dtype}")
+    return x + y
 
 
 def _not_of_users(scores: Scores, bias: Any) -> str:

@@ -349,7 +349,7 @@ def difference(ctx: Context, eqn: Any, x: Any, y: Any) -> Any:
             changes = {"sum_of_one": True, "emptied": y.emptied if masked else ""}
             return x.then(eqn, (x, y), stage="shifted", shifted=True, **changes)
     elif not isinstance(y, Scores) and x.stage == "logits":
-        return biases.added(eqn, (x, y), x, y, subtracts=True)
+        return biases.added(ctx, eqn, (x, y), x, y, subtracts=True)
     raise NotCovered("attention is not recognised: something is subtracted from its scores")
 
 

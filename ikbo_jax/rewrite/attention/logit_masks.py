@@ -29,8 +29,13 @@ def selected(ctx: Context, eqn: Any, which: Any, *cases: Any) -> Any:
     fill = constant(ctx, cases[0] if keeps else cases[1])
     if scores.stage != "logits" or fill is None or math.isnan(fill) or fill == math.inf:
         raise NotCovered(f"attention is not recognised: its {scores.stage} are masked by a value")
-    if any(x.added is not None for x in scores.root.fills):
-        raise NotCovered("attention is not recognised: one mask is added, another put in by where")
+    added = [x.value for x in scores.root.fills if x.added is not None]
+    if added:
+        # Keys that this mask hides then weigh nothing beside keys that the added masks hide.
+        if not fill <= 2 * min(added) > -math.inf:
+            reason = "one mask is added, another put in by where"
+            raise NotCovered(f"attention is not recognised: {reason} with a number not far below")
+        scores = dataclasses.replace(scores, root=biases.of_masks(scores.root))
     root = masked(ctx, scores, which, keeps, Fill(fill))
     return scores.then(eqn, [which, *cases], root=root)
 
@@ -92,14 +97,14 @@ def _added(ctx: Context, eqn: Any, operands: Any, scores: Scores, term: _Term) -
     takes_masks = scores.root.bias is None or not isinstance(scores.root, Logits)
     is_mask = term.number and takes_masks and not scores.root.fills
     if not is_mask or scores.stage != "logits":
-        return biases.added(eqn, operands, scores, term.value)
+        return biases.added(ctx, eqn, operands, scores, term.value)
     fill = Fill(term.number, eqn.outvars[0].aval.dtype)
     try:
         root = masked(ctx, scores, term.value, term.keeps, fill)
     except NotCovered as error:
         # A mask by head, or by query without intervals, may be a bias of positions.
         with contextlib.suppress(NotCovered):
-            return biases.added(eqn, operands, scores, term.value)
+            return biases.added(ctx, eqn, operands, scores, term.value)
         raise error from None
     return scores.then(eqn, operands, root=root)
 

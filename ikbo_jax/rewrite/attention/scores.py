@@ -154,6 +154,7 @@ class Scores(Deferred):
       sum_of_one: whether the exponentials of every row with kept keys have a sum of at least 1.
       emptied: "select" or "product", by what exponentials of rows without kept keys become 0
         instead of NaN; "" if nothing does it.
+      reason: of a curve or an elementwise function, why it is no part of a softmax.
     """
 
     root: Any
@@ -170,6 +171,7 @@ class Scores(Deferred):
     floor: tuple[str, float] | None = None
     sum_of_one: bool = False
     emptied: str = ""
+    reason: str = ""
 
     is_computed = True
 
@@ -191,13 +193,15 @@ class Scores(Deferred):
             if rule is None:
                 raise NotCovered(f"attention is not recognised: {name} of its {self.stage}")
             result = rule(ctx, eqn, *operands)
-        except NotCovered:
+        except NotCovered as error:
+            found = (x.reason for x in operands if isinstance(x, Scores))
+            reason = next(filter(None, found), str(error))
             if curve is not None:
-                result = self.then(eqn, operands, stage="curve", curve=curve)
+                result = self.then(eqn, operands, stage="curve", curve=curve, reason=reason)
             elif _is_elementwise(eqn, operands):
-                result = self.then(eqn, operands, stage="elementwise")
+                result = self.then(eqn, operands, stage="elementwise", reason=reason)
             else:
-                raise
+                raise NotCovered(reason) from None
             return [result] if eqn.primitive.multiple_results else result
         if not isinstance(result, Scores) or name in proofs.MOVES or result.curve is curve:
             return result
