@@ -12,6 +12,7 @@ from ikbo_jax.rewrite.attention import (
     contraction,
     pairs,
     score_axes,
+    score_factors,
     scores,
 )
 from ikbo_jax.rewrite.calls import control_flow, custom_jvp, custom_vjp, jit, shard_map
@@ -148,7 +149,7 @@ SCORES: dict[str, Rule] = {
     # The gradient of a maximum cancels in the softmax.
     "stop_gradient": scores.kept_at("max"),
     "sub": changed_weights.difference,
-    "tanh": scores.capped,
+    "tanh": score_factors.capped,
     "transpose": score_axes.transpose,
 }
 

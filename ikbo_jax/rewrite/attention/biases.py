@@ -88,6 +88,8 @@ def _not_of_users(scores: Scores, bias: Any) -> str:
         is_same = bias.lineage is scores.root.lineage and bias.axis == batch
         return "" if is_same else "is not looked up like its keys"
     base = base_of(bias)
+    if not np.ndim(base):
+        return "is one number"
     if not is_plain(base) or np.ndim(base) != len(scores.labels) or base.shape[batch] != 1:
         return "differs by candidate"
     return ""

@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ikbo_jax.rewrite.attention import biases, logit_masks, masked_keys, scores
+from ikbo_jax.rewrite.attention import biases, logit_masks, masked_keys, score_factors, scores
 from ikbo_jax.rewrite.attention.blocks import arranged_array
 from ikbo_jax.rewrite.attention.scores import BATCH, HEAD, KEY, Fill, Logits, Scores
 from ikbo_jax.rewrite.attention.weighted_values import Mask, Weights
@@ -87,10 +87,11 @@ def product(ctx: Context, eqn: Any, x: Any, y: Any) -> Any:
     at, other = (x, y) if isinstance(x, Scores) else (y, x)
     changes = at.stage in ("probabilities", "curve", "weighted", "exp", "logits")
     if isinstance(other, Scores) or not changes or not isinstance(at.root, Logits):
-        return scores.scaled(ctx, eqn, x, y)
+        return score_factors.scaled(ctx, eqn, x, y)
     number = constant(ctx, other)
-    if at.stage == "logits" and (number is not None or at.root.fills or at.root.bias is not None):
-        return scores.scaled(ctx, eqn, x, y)
+    is_factor = number is not None or at.root.fills or at.root.bias is not None
+    if at.stage == "logits" and (is_factor or score_factors.takes_factor(at, other)):
+        return score_factors.scaled(ctx, eqn, x, y)
     if number is not None:
         return _scaled(at, eqn, (x, y), number)
     cast = ctx.provenance.cast_mask(other)
@@ -287,7 +288,7 @@ def quotient(ctx: Context, eqn: Any, x: Any, y: Any) -> Any:
         return x.then(eqn, (x, y), stage="probabilities")
     changes = isinstance(x, Scores) and x.stage in ("probabilities", "curve", "weighted")
     if not changes or not isinstance(x.root, Logits):
-        return scores.scaled(ctx, eqn, x, y)
+        return score_factors.scaled(ctx, eqn, x, y)
     number = constant(ctx, y)
     if number is not None:
         return _scaled(x, eqn, (x, y), math.nan if number == 0 else 1 / number)

@@ -357,7 +357,7 @@ def cast(ctx: Context, eqn: Any, x: Any) -> Any:
     dtype = eqn.outvars[0].aval.dtype
     if dtype not in DTYPES:
         raise NotCovered(f"attention is not recognised: its scores are cast to {dtype}")
-    root = _with_fills(x.root, dtype, 1.0) if x.stage == "logits" else x.root
+    root = with_fills(x.root, dtype, 1.0) if x.stage == "logits" else x.root
     bias = root.bias[0] if isinstance(root.bias, tuple) else root.bias
     rounds = bias is not None and jnp.finfo(dtype).eps > jnp.finfo(bias.dtype).eps
     if rounds and x.stage == "logits":
@@ -365,7 +365,7 @@ def cast(ctx: Context, eqn: Any, x: Any) -> Any:
     return x.then(eqn, [x], root=root)
 
 
-def _with_fills(root: Logits, dtype: Any, factor: float) -> Logits:
+def with_fills(root: Logits, dtype: Any, factor: float) -> Logits:
     """Multiplies the numbers of the masks of logits, and rounds them to `dtype`."""
     fills = []
     for fill in root.fills:
@@ -389,32 +389,6 @@ def kept_at(stage: str) -> Rule:
         return kept(ctx, eqn, x)
 
     return rule
-
-
-def scaled(ctx: Context, eqn: Any, x: Any, y: Any) -> Any:
-    """Multiplies logits by a number, or divides them by one."""
-    divides = eqn.primitive.name == "div"
-    scores = only((x, y))
-    factor = constant(ctx, y if scores is x else x)
-    if factor is None or scores.stage != "logits" or (divides and scores is y):
-        raise NotCovered(f"attention is not recognised: {scores.stage} scaled by another value")
-    with np.errstate(all="ignore"):
-        factor = float(np.divide(1.0, factor)) if divides else factor
-    if not math.isfinite(factor) or factor == 0:
-        raise NotCovered(f"attention is not recognised: {scores.stage} scaled by {factor:g}")
-    root = _with_fills(scores.root, eqn.outvars[0].aval.dtype, factor)
-    name = "scale" if root.cap is None else "cap"
-    root = dataclasses.replace(root, **{name: getattr(root, name) * factor})
-    if root.bias is not None:
-        root = dataclasses.replace(root, bias=root.scaled_bias(factor))
-    return scores.then(eqn, [x, y], root=root)
-
-
-def capped(ctx: Context, eqn: Any, x: Any) -> Any:
-    """Bounds logits by a hyperbolic tangent: a soft cap."""
-    if x.stage != "logits" or x.root.fills or x.root.cap is not None or x.root.bias is not None:
-        raise NotCovered(f"attention is not recognised: tanh of its {x.stage}")
-    return x.then(eqn, [x], root=dataclasses.replace(x.root, cap=1.0))
 
 
 def belong(x: Scores, y: Scores) -> bool:
