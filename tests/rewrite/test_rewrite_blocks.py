@@ -126,6 +126,7 @@ BIASED = {
         -1e9,
     ),
     "subtracted": lambda x, m, ages, table: jnp.where(m, x - table, -jnp.inf),
+    "after a temperature": lambda x, m, ages, table: jnp.where(m, x / table[:, :, :1, :1], -1e9),
     "alibi": lambda x, m, ages, table: jnp.where(m, x - np.abs(np.float32(COLUMNS[:1] - S)), -1e30),
     "age of keys": lambda x, m, ages, table: jnp.where(m, x - ages, -1e9),
     "scaled sum of several": lambda x, m, ages, table: jnp.where(m, (x + table - ages) / 2, -1e9),

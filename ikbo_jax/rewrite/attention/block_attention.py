@@ -57,7 +57,12 @@ def product(
     """
     root: Any = scores.root
     assert isinstance(root, Blocks)
+    is_softmax = scores.stage == "probabilities"
     side, value = (0, rhs) if scores is lhs else (1, lhs)
+    if not is_softmax and root.unscaled:
+        # Factors are among the equations that this attention runs.
+        root = root.unscaled
+        scores = dataclasses.replace(scores, root=root)
     dims = order_of_values(eqn, scores, side, value)
     if -1 in dims:
         raise NotCovered("attention is not recognised: its values have no heads")
@@ -68,7 +73,6 @@ def product(
     query_axis = root.query.axis if isinstance(root.query, Concat) else 1
     queries = parts_of(root.query, query_axis)
     dtype = eqn.outvars[0].aval.dtype
-    is_softmax = scores.stage == "probabilities"
     if is_softmax and any(fill.value > masked_keys.LARGE for fill in root.fills):
         raise NotCovered(f"attention is not recognised: masked logits are {root.fills[0].value:g}")
     call = (Call if is_softmax else pointwise)(ctx, eqn, scores, query_axis, keys, dtype)

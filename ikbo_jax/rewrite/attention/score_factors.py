@@ -7,7 +7,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from ikbo_jax.rewrite.attention.scores import KEY, Logits, Scores, only, with_fills
+from ikbo_jax.rewrite.attention.blocks import of_bases
+from ikbo_jax.rewrite.attention.scores import BATCH, KEY, QUERY, Logits, Scores, only, with_fills
 from ikbo_jax.rewrite.facts.proofs import constant
 from ikbo_jax.rewrite.interpret import Context, shape_of
 from ikbo_jax.rewrite.values import staged
@@ -22,8 +23,9 @@ def scaled(ctx: Context, eqn: Any, x: Any, y: Any) -> Any:
     other = y if scores is x else x
     factor = constant(ctx, other)
     if factor is None and takes_factor(scores, other) and not (divides and scores is y):
-        query, by = scores.root.query, _of_queries(scores, other)
-        root = dataclasses.replace(scores.root, query=query / by if divides else query * by)
+        root, by = scores.root, _of_queries(scores, other)
+        query = of_bases(lambda x: x / by if divides else x * by, root.query)
+        root = dataclasses.replace(root, query=query, unscaled=root.unscaled or root)
         return scores.then(eqn, [x, y], root=root)
     if factor is None or scores.stage != "logits" or (divides and scores is y):
         raise NotCovered(f"attention is not recognised: {scores.stage} scaled by another value")
@@ -42,16 +44,18 @@ def scaled(ctx: Context, eqn: Any, x: Any, y: Any) -> Any:
 def takes_factor(scores: Scores, factor: Any) -> bool:
     """Whether the queries of logits can be multiplied by a factor in place of the logits.
 
-    It is an array that is the same for all keys, such as a learned temperature.
+    It is an array that is the same for all keys, such as a learned temperature; of concatenated
+    tokens, it is a number or differs by head.
     """
     root = scores.root
-    if scores.stage != "logits" or not isinstance(root, Logits) or not root.is_only_scaled:
+    if scores.stage != "logits" or not root.is_only_scaled:
         return False
     base = factor.base if is_only_broadcast(factor) else factor
     if not is_plain(base) or not base.dtype == root.query.dtype == scores.dtype:
         return False
-    shape = shape_of(base)
-    return not shape or shape[scores.labels.index((KEY, 0))] == 1
+    alike = (KEY,) if isinstance(root, Logits) else (KEY, QUERY, BATCH)
+    sizes = zip(shape_of(base), scores.labels, strict=False)
+    return all(n == 1 or label[0] not in alike for n, label in sizes)
 
 
 def _of_queries(scores: Scores, factor: Any) -> jax.Array:

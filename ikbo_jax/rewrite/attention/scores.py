@@ -87,6 +87,7 @@ class Root:
       bias: None; or what is added to the scaled and capped product, before the masks: of `Logits`,
         [users or 1, heads or 1, queries or 1, keys]; of `Blocks`, values [batch, *queries,
         *heads, keys], where sizes may be 1.
+      unscaled: None; or the root whose query was multiplied by a factor of the logits.
     """
 
     query: Any
@@ -98,6 +99,7 @@ class Root:
     mask_origins: frozenset = frozenset()
     cap: float | None = None
     bias: Any = None
+    unscaled: Any = None
 
     @property
     def labels(self) -> list[Label]:
@@ -234,7 +236,7 @@ def _is_elementwise(eqn: Any, operands: Any) -> bool:
         return False
     same = all(
         x.labels == first.labels
-        and x.root.query is first.root.query
+        and (x.root.unscaled or x.root).query is (first.root.unscaled or first.root).query
         and x.root.key is first.root.key
         and x.stage in ("logits", "elementwise")
         for x in scores
