@@ -95,8 +95,10 @@ SOFTMAXES = {
     "squared": lambda x: jax.nn.softmax(x, axis=-1) ** 2,
     "f32": lambda x: jax.nn.softmax(x.astype(jnp.float32), axis=-1).astype(x.dtype),
 }
-#: Weights of the logits x, the mask m, and its numbers; no softmax.
+#: Weights of the logits x and the mask m; after the first two, no softmax.
 POINTWISE = {
+    "masked_softmax": lambda x, m: jax.nn.softmax(x, axis=-1, where=m),
+    "masked_again": lambda x, m: jax.nn.softmax(jnp.where(m, x, -1e9), axis=-1) * m.astype(x.dtype),
     "hstu": lambda x, m: jax.nn.silu(x) / L * m.astype(x.dtype),
     "by_sigmoid": lambda x, m: x * jax.nn.sigmoid(x) / L * m.astype(x.dtype) * 2.0,
     "where_silu": lambda x, m: jnp.where(m, jax.nn.silu(x), 0) * 0.125,
@@ -220,6 +222,7 @@ def test_other_functions_than_the_softmax(name: str) -> None:
     ("name", "mask"),
     [
         *((name, "tril") for name in ("where_silu", "gelu", "relu", "squared_relu", "maximum")),
+        *itertools.product(("masked_softmax", "masked_again"), ("tril", "valid_or_self")),
         *itertools.product(
             ("hstu", "by_sigmoid", "where_first"),
             ("tril", "isolated", "banded", "contextual", "whole_history", "valid_and_causal"),

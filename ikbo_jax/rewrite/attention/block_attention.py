@@ -101,6 +101,10 @@ class Call(BlockMasks):
         at_users = users is not None and all(self.of_users(key, users) for key in live)
         finite = any(fill.value > -math.inf for fill in self.root.fills)
         keeps_keys = self._keeps_keys(query, live, is_kept)
+        if self.scores.emptied and not keeps_keys:
+            raise NotCovered(
+                "attention is not recognised: weights are masked, and a query may keep no key"
+            )
         shape = list(shape_of(query.value))
         kept = None
         if users is not None and at_users and not keeps_keys and (finite or not is_whole):

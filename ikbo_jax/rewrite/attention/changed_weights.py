@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ikbo_jax.rewrite.attention import biases, logit_masks, masked_keys, score_factors, scores
-from ikbo_jax.rewrite.attention.blocks import arranged_array
+from ikbo_jax.rewrite.attention.blocks import Blocks, arranged_array
 from ikbo_jax.rewrite.attention.scores import BATCH, HEAD, KEY, Fill, Logits, Scores
 from ikbo_jax.rewrite.attention.weighted_values import Mask, Weights
 from ikbo_jax.rewrite.facts import proofs
@@ -85,6 +85,9 @@ def product(ctx: Context, eqn: Any, x: Any, y: Any) -> Any:
     Logits are multiplied by a number.
     """
     at, other = (x, y) if isinstance(x, Scores) else (y, x)
+    mask = ctx.provenance.cast_mask(other) if isinstance(at.root, Blocks) else None
+    if mask is not None and at.stage == "probabilities":
+        return _hidden_again(ctx, eqn, (x, y), at, mask)
     changes = at.stage in ("probabilities", "curve", "weighted", "exp", "logits")
     if isinstance(other, Scores) or not changes or not isinstance(at.root, Logits):
         return score_factors.scaled(ctx, eqn, x, y)
@@ -108,6 +111,17 @@ def product(ctx: Context, eqn: Any, x: Any, y: Any) -> Any:
     return _changed(at, eqn, (x, y), other, factors=factors)
 
 
+def _hidden_again(ctx: Context, eqn: Any, operands: Any, x: Scores, mask: Any) -> Scores:
+    """Hides weights of concatenated tokens that are 0, since the same mask hides their logits.
+
+    Weights of a row without kept keys may be others.
+    """
+    source = proofs.source_of_mask(ctx, mask, x.labels)
+    if not any(proofs.same_source(fill.source, source) for fill in x.root.fills):
+        raise NotCovered(f"attention is not recognised: its {x.stage} are masked by another mask")
+    return x.then(eqn, operands, emptied="select")
+
+
 def _scaled(x: Scores, eqn: Any, operands: Any, number: float) -> Scores:
     """Multiplies probabilities or weights by a number; for a curve, the result is another curve."""
     if x.stage not in ("probabilities", "weighted") or not math.isfinite(number):
@@ -121,6 +135,9 @@ def select(ctx: Context, eqn: Any, which: Any, *cases: Any) -> Any:
         return _select_by_comparison(ctx, eqn, which, *cases)
     x = scores.only(cases)
     keeps, operands = x is cases[-1], (which, *cases)
+    of_blocks = isinstance(x.root, Blocks) and x.stage in ("exp", "probabilities")
+    if of_blocks and keeps and constant(ctx, cases[0]) == 0:
+        return _hidden_again(ctx, eqn, operands, x, which)
     stages = ("exp", "probabilities", "curve", "weighted", "log of probabilities")
     if len(cases) != 2 or x.stage not in stages or not isinstance(x.root, Logits):
         return logit_masks.selected(ctx, eqn, which, *cases)

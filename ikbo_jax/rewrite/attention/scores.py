@@ -403,7 +403,7 @@ def belong(x: Scores, y: Scores) -> bool:
 
 def _same_root(x: Any, y: Any) -> bool:
     """Whether two scores have one root, or one product with equal masks."""
-    if x is y or not isinstance(x, Logits) or not isinstance(y, Logits):
+    if x is y or type(x) is not type(y):
         return x is y
     same = x.query is y.query and x.key is y.key and (x.scale, x.cap) == (y.scale, y.cap)
     same = same and x.bias is y.bias
