@@ -109,7 +109,7 @@ def _check_targets(name: str, lengths: Any, num_targets: Any) -> None:
 
 def _check_size(name: str, value: Any) -> None:
     """Raises ValueError unless `value` is an integer of at least 0, or symbolic."""
-    is_integer = hasattr(value, "__index__") and not isinstance(value, bool)
+    is_integer = hasattr(value, "__index__") and not isinstance(value, bool | np.ndarray)
     if not is_integer or (isinstance(value, int | np.integer) and value < 0):
         raise ValueError(f"{name} must be an integer of at least 0, but is {value!r:.80}")
 

@@ -299,7 +299,11 @@ def cast(
     chosen = "dtype is"
     if dtype is None:
         chosen, dtype = "its arrays promote to", jnp.result_type(*jax.tree.leaves(named))
-    if str(common := jax.dtypes.canonicalize_dtype(dtype)) not in arguments.DTYPES:
+    try:
+        common = str(jax.dtypes.canonicalize_dtype(dtype))
+    except (TypeError, ValueError):
+        common = f"{dtype!r:.80}"
+    if common not in arguments.DTYPES:
         raise ValueError(f"{refusal} {chosen} {common}")
     cast = {name: param.astype(dtype) for name, param in params.items()}
     return cast, [x.astype(dtype) for x in arrays.values()]
@@ -313,7 +317,7 @@ def with_precision(
         return contextlib.nullcontext()
     try:
         name = jax.lax.Precision(precision).name.lower()
-    except ValueError:
+    except (TypeError, ValueError):
         raise ValueError(
             "precision must be None, a jax.lax.Precision or its name, such as 'highest', but is "
             f"{precision!r:.80}"

@@ -26,9 +26,7 @@ def request(
     `arrays` are the op's, a tree, unchecked; `config_types` the classes of its kernels'
     configurations.
     """
-    if implementation is not None and implementation not in dispatch.IMPLEMENTATIONS:
-        known = ", ".join(["None", *map(repr, dispatch.IMPLEMENTATIONS)])
-        raise ValueError(f"unknown implementation {implementation!r}; known: {known}")
+    check_name("implementation", implementation, (None, *dispatch.IMPLEMENTATIONS))
     if config is not None and not isinstance(config, config_types):
         known = " or ".join(_with_article(t.__name__) for t in config_types)
         raise ValueError(f"config must be {known}, but is {config!r}")
@@ -42,6 +40,14 @@ def request(
         dispatch.target_of_trace(arrays),
         precision=settings.matmul_precision(),
     )
+
+
+def check_name(what: str, value: Any, known: Iterable[str | None], of: str = "") -> None:
+    """Raises ValueError, quoting the value, unless it is a known name, or None if known."""
+    known = tuple(known)
+    if not isinstance(value, str | None) or value not in known:
+        names = ", ".join(map(repr, known))
+        raise ValueError(f"unknown {what} {value!r:.80}{of}; known: {names}")
 
 
 def check_runnable(op: str, arrays: Any) -> None:

@@ -110,9 +110,7 @@ def activations_of(activation: str | tuple[str, ...], heads: int) -> tuple[str, 
     """Returns a name for each head; raises ValueError for unknown names or another number."""
     names = activation if isinstance(activation, (tuple, list)) else (activation,) * max(heads, 1)
     for name in names:
-        if not isinstance(name, str) or name not in ACTIVATIONS:
-            known = ", ".join(map(repr, ACTIVATIONS))
-            raise ValueError(f"unknown activation {name!r}; known: {known}")
+        arguments.check_name("activation", name, ACTIVATIONS)
     if isinstance(activation, (tuple, list)) and len(names) != heads:
         raise ValueError(f"activation has {len(names)} names but query has N={heads} heads")
     return tuple(names)
@@ -128,12 +126,8 @@ def equal_offsets(sequences: int, length: int) -> jax.Array:
 
 def check_approx(approx: str | None, activations: tuple[str, ...]) -> None:
     """Raises ValueError unless `approx` is None, or known and applies to one of the activations."""
-    if approx is None:
-        return
-    if not isinstance(approx, str) or approx not in APPROXIMATIONS:
-        known = ", ".join(["None", *map(repr, APPROXIMATIONS)])
-        raise ValueError(f"unknown approx {approx!r}; known: {known}")
-    if not set(APPROXIMATIONS[approx]) & set(activations):
+    arguments.check_name("approx", approx, (None, *APPROXIMATIONS))
+    if approx is not None and not set(APPROXIMATIONS[approx]) & set(activations):
         raise ValueError(
             f"approx={approx!r} applies to {' and '.join(APPROXIMATIONS[approx])}, but activation "
             f"is {', '.join(dict.fromkeys(activations))}"

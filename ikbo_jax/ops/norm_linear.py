@@ -107,9 +107,7 @@ def _of_groups(name: str, values: Any) -> tuple[Any, ...]:
 
 def check_norm(kind: Any, eps: Any, kinds: tuple[Any, ...] = reference.NORMS) -> Norm:
     """Returns the options of a norm; raises ValueError, quoting the value, if one is wrong."""
-    if kind not in kinds:
-        known = ", ".join(map(repr, kinds))
-        raise ValueError(f"unknown norm {kind!r}; known: {known}")
+    arguments.check_name("norm", kind, kinds)
     number = arguments.finite_number("eps", eps)
     if number <= 0:
         raise ValueError(f"eps must be above 0 in float32, but is {eps}")
@@ -149,9 +147,8 @@ def _check(arrays: NormLinear, activations: tuple[Any, ...]) -> None:
             raise ValueError(f"{name} must have no size of 0, but has shape {weight.shape}")
         of = f"{name} has shape {weight.shape}"
         check_vector(f"biases[{g}]", bias, weight.shape[1:], of)
-        if activation not in ACTIVATIONS or activation == SOFTMAX:
-            known = ", ".join(repr(a) for a in ACTIVATIONS if a != SOFTMAX)
-            raise ValueError(f"unknown activation {activation!r} of group {g}; known: {known}")
+        known = (name for name in ACTIVATIONS if name != SOFTMAX)
+        arguments.check_name("activation", activation, known, f" of group {g}")
 
 
 def check_recompute(names: Any) -> tuple[str, ...]:
@@ -160,9 +157,9 @@ def check_recompute(names: Any) -> tuple[str, ...]:
         raise ValueError(f"recompute must hold names, but is {arguments.describe(names)}")
     names = (names,) if isinstance(names, str) else tuple(names)
     for name in names:
-        if name not in reference.RECOMPUTABLE:
+        if not isinstance(name, str) or name not in reference.RECOMPUTABLE:
             known = ", ".join(map(repr, reference.RECOMPUTABLE))
-            raise ValueError(f"recompute has the unknown name {name!r}; known: {known}")
+            raise ValueError(f"recompute has the unknown name {name!r:.80}; known: {known}")
     return names
 
 

@@ -7,7 +7,7 @@ kind run, from `MERGED`, `SPLIT` or `SCORES`. Rules that users register replace 
 
 from collections.abc import Callable
 
-from ikbo_jax.rewrite.attention import changed_weights, contraction, pairs, scores
+from ikbo_jax.rewrite.attention import changed_weights, contraction, pairs, score_factors, scores
 from ikbo_jax.rewrite.calls import control_flow, custom_derivatives, devices
 from ikbo_jax.rewrite.rules import (
     concatenation,
@@ -139,7 +139,7 @@ SCORES: dict[str, Rule] = {
     "squeeze": changed_weights.reshape,
     "stop_gradient": scores.kept,
     "sub": changed_weights.difference,
-    "tanh": scores.capped,
+    "tanh": score_factors.capped,
     "transpose": changed_weights.transpose,
 }
 

@@ -69,7 +69,7 @@ CALLS["multilevel_linear_compression"] = functools.partial(
 )
 
 
-@pytest.mark.parametrize("implementation", ["triton", "XLA", "", 3])
+@pytest.mark.parametrize("implementation", ["triton", "XLA", "", 3, np.ones((2, 2))])
 @pytest.mark.parametrize("name", CALLS)
 def test_unknown_implementation_lists_the_known(name: str, implementation: Any) -> None:
     message = f"unknown implementation {implementation!r}; known: None, 'mosaic_gpu', 'xla'"

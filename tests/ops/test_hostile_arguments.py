@@ -173,8 +173,22 @@ def test_layers_name_a_dtype_in_which_they_do_not_compute() -> None:
         functional.compress(params, *inputs, dtype="int32")
     with pytest.raises(ValueError, match=r"LookUp computes in .*, but its arrays promote to int32"):
         functional.look_up({"table": np.ones((3, 8), np.int32)}, INDEX)
-    with pytest.raises(ValueError, match=r"precision must be .*'highest'.*, but is 'HIGHEST'"):
-        functional.compress(params, *inputs, precision="HIGHEST")
+    with pytest.raises(ValueError, match=r"LinearCompression computes in .*, but dtype is \[1\]"):
+        functional.compress(params, *inputs, dtype=[1])
+    for wrong in ("HIGHEST", ["highest"]):
+        with pytest.raises(
+            ValueError, match=rf"precision must be .*, but is {re.escape(repr(wrong))}"
+        ):
+            functional.compress(params, *inputs, precision=wrong)
+
+
+@pytest.mark.parametrize("option", ["activation", "approx"])
+def test_arrays_in_place_of_names(option: str) -> None:
+    text = refused("gdpa", {option: np.ones((2, 2))})
+    assert text.startswith(f"unknown {option} array")
+    for name, what in (("norm", "unknown norm"), ("recompute", "recompute has the unknown name")):
+        with pytest.raises(ValueError, match=rf"{what} array"):
+            ikbo.norm_linear(ones(5, 8), [ones(8, 16)], **{name: np.ones((2, 2))})
 
 
 @pytest.mark.parametrize("op", ALL)
@@ -223,7 +237,7 @@ def test_numbers_of_numpy_are_integers_and_shapes_are_no_weights() -> None:
         ikbo.pad_weight(jax.ShapeDtypeStruct((2, 3), jnp.bfloat16))
 
 
-@pytest.mark.parametrize("size", ["2", None, 2.0, True, -1])
+@pytest.mark.parametrize("size", ["2", None, 2.0, True, -1, np.ones((1, 1))])
 def test_sizes_of_checks_are_integers(size: Any) -> None:
     def message(name: str) -> str:
         return re.escape(f"{name} must be an integer of at least 0, but is {size!r}")

@@ -95,8 +95,10 @@ SOFTMAXES = {
     "squared": lambda x: jax.nn.softmax(x, axis=-1) ** 2,
     "f32": lambda x: jax.nn.softmax(x.astype(jnp.float32), axis=-1).astype(x.dtype),
 }
-#: Weights of the logits x, the mask m, and its numbers; no softmax.
+#: Weights of the logits x and the mask m; after the first two, no softmax.
 POINTWISE = {
+    "masked_softmax": lambda x, m: jax.nn.softmax(x, axis=-1, where=m),
+    "masked_again": lambda x, m: jax.nn.softmax(jnp.where(m, x, -1e9), axis=-1) * m.astype(x.dtype),
     "hstu": lambda x, m: jax.nn.silu(x) / L * m.astype(x.dtype),
     "by_sigmoid": lambda x, m: x * jax.nn.sigmoid(x) / L * m.astype(x.dtype) * 2.0,
     "where_silu": lambda x, m: jnp.where(m, jax.nn.silu(x), 0) * 0.125,
@@ -120,13 +122,24 @@ POINTWISE = {
 
 #: Logits with a mask and a bias: of the ages of keys [B, 1, 1, L], and of a table [1, N, L, L].
 BIASED = {
-    "table": lambda x, m, ages, table: jnp.where(m, x + table, -1e9),
+    "table": lambda x, m, ages, table: jnp.where(
+        m,
+        x + table.reshape(-1, N)[:5][np.clip(ROWS - COLUMNS, 0, 4)].transpose(2, 0, 1)[None],
+        -1e9,
+    ),
     "subtracted": lambda x, m, ages, table: jnp.where(m, x - table, -jnp.inf),
+    "after a temperature": lambda x, m, ages, table: jnp.where(m, x / table[:, :, :1, :1], -1e9),
     "alibi": lambda x, m, ages, table: jnp.where(m, x - np.abs(np.float32(COLUMNS[:1] - S)), -1e30),
     "age of keys": lambda x, m, ages, table: jnp.where(m, x - ages, -1e9),
     "scaled sum of several": lambda x, m, ages, table: jnp.where(m, (x + table - ages) / 2, -1e9),
     "after an added mask": lambda x, m, ages, table: x + jnp.where(m, 0, -1e9) + table,
     "before an added mask": lambda x, m, ages, table: x + table + jnp.where(m, 0, -1e9),
+    "an added mask before": lambda x, m, ages, table: jnp.where(
+        m, x + jnp.where(ages > 1.5, -1e9, 0.0), 0.7 * jnp.finfo(x.dtype).min
+    ),
+    "a lower added mask before": lambda x, m, ages, table: jnp.where(
+        m, x + jnp.where(ages > 1.5, -jnp.inf, 0.0), -1e30
+    ),
     "that holds the mask": lambda x, m, ages, table: x + jnp.where(m, table / 2, -1e9),
     "summed with the mask": lambda x, m, ages, table: x + (table - ages + jnp.where(m, 0, -1e9)),
     "after a cap": lambda x, m, ages, table: jnp.where(m, 5 * jnp.tanh(x / 5) + table, -1e9),
@@ -175,10 +188,13 @@ def test_a_bias_leaves_the_history_at_user_batch(name: str, mask: str) -> None:
     details = report_of(biased.fn, *biased.args).details
     if name == "by candidate":
         assert "bias differs by candidate" in details
+    elif name == "a lower added mask before":
+        assert "one mask is added, another put in by where" in details
     elif name.endswith("a mask") and mask == "valid_or_self":
         assert "its mask differs by query" in details
     else:
         assert "attention with own tokens" in details
+        assert "not recognised" not in details
     found = faults([biased])
     assert not found, describe(found)
 
@@ -206,6 +222,7 @@ def test_other_functions_than_the_softmax(name: str) -> None:
     ("name", "mask"),
     [
         *((name, "tril") for name in ("where_silu", "gelu", "relu", "squared_relu", "maximum")),
+        *itertools.product(("masked_softmax", "masked_again"), ("tril", "valid_or_self")),
         *itertools.product(
             ("hstu", "by_sigmoid", "where_first"),
             ("tril", "isolated", "banded", "contextual", "whole_history", "valid_and_causal"),

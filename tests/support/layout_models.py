@@ -229,6 +229,13 @@ def searchsorted(user, bounds, buckets, index, w_tower):
     return buckets[jnp.searchsorted(bounds, user[index][:, 0])] @ w_tower
 
 
+@layout("requests user to_request index w_tower", 0.93)
+def rows_of_requests_beside_rows_of_users(requests, user, to_request, index, w_tower):
+    request = requests[to_request][index]
+    weights = jnp.einsum("bfd,bd->bf", request, user[index])
+    return jax.nn.relu((request * weights[..., None]).sum(1) @ w_tower)
+
+
 @layout("history index kernel", 0.93)
 def convolution_over_the_history(history, index, kernel):
     return lax.conv_general_dilated(

@@ -109,11 +109,23 @@ def causal_transformer_in_a_scan(stacked, long, token, index):
 # Attention of a candidate to a history, with a bias of the user, and by addition.
 
 
-@layout("history cand index bias w_tower", 0.79)
-def attention_with_a_bias_of_the_user(history, cand, index, bias, w_tower):
+@layout("history cand index bias w_tower w_out", 0.79)
+def attention_with_a_bias_of_the_user(history, cand, index, bias, w_tower, w_out):
+    """The temperature is learned; the bias is the user's."""
     h = history[index]
-    logits = jnp.einsum("bd,bsd->bs", cand @ w_tower, h @ w_tower) + bias[index]
+    logits = (
+        jnp.einsum("bd,bsd->bs", cand @ w_tower, h @ w_tower) / jnp.exp(w_out[:1]) + bias[index]
+    )
     return jnp.einsum("bs,bsd->bd", jax.nn.softmax(logits, axis=-1), h @ (2 * w_tower))
+
+
+@layout("history items lengths index w_tower", 0.95)
+def pooled_by_learned_queries(history, items, lengths, index, w_tower):
+    """As a Perceiver or a token for a class: three items stand for the queries."""
+    keys, seen = history[index], jnp.arange(S)[None] < lengths[index][:, None]
+    logits = jnp.broadcast_to(items[:3], (B, 3, D)) @ keys.swapaxes(1, 2)
+    weights = jax.nn.softmax(jnp.where(seen[:, None], logits, -1e9), axis=-1)
+    return jax.nn.relu((weights @ keys).sum(1) @ w_tower)
 
 
 @layout("history cand index w_tower w_out", 0.7)

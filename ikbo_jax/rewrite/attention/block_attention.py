@@ -55,6 +55,10 @@ def product(ctx: Context, eqn: Any, scores: Scores, side: int, value: Any, kind:
     `kind` is `Call` for a softmax, a subclass for other weights.
     """
     root, is_softmax = scores.root, kind is Call
+    if not is_softmax and root.unscaled:
+        # Factors are among the equations that this attention runs.
+        root = root.unscaled
+        scores = dataclasses.replace(scores, root=root)
     dims = order_of_values(eqn, scores, side, value)
     if -1 in dims:
         raise NotCovered("attention is not recognised: its values have no heads")
@@ -96,6 +100,10 @@ class Call(BlockMasks):
             users = None
         finite = any(fill.value > -math.inf for fill in self.root.fills)
         keeps_keys = self._keeps_keys(query, live)
+        if self.scores.emptied and not keeps_keys:
+            raise NotCovered(
+                "attention is not recognised: weights are masked, and a query may keep no key"
+            )
         kept = None
         if users is not None and not keeps_keys and (finite or not is_whole):
             # Only rows of -inf, which become NaN, are the same for all candidates of a user.

@@ -82,7 +82,9 @@ class Blocks(Root):
         kept, state = ctx.scope.once(
             ("mask of blocks", *key), (mask,), lambda: block(ctx, mask, keeps)
         )
-        new = dataclasses.replace(fill, kept=kept, state=state, labels=labels, factors=factors)
+        source = proofs.source_of_mask(ctx, mask, labels) if keeps else None
+        found = {"kept": kept, "state": state, "source": source}
+        new = dataclasses.replace(fill, labels=labels, factors=factors, **found)
         origins = self.mask_origins | lineage.origins_of(mask)
         return dataclasses.replace(self, fills=(*self.fills, new), mask_origins=origins)
 

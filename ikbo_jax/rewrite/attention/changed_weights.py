@@ -21,8 +21,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ikbo_jax.rewrite.attention import logit_masks, masked_keys, scores
-from ikbo_jax.rewrite.attention.blocks import arranged_array
+from ikbo_jax.rewrite.attention import logit_masks, masked_keys, score_factors, scores
+from ikbo_jax.rewrite.attention.blocks import Blocks, arranged_array
 from ikbo_jax.rewrite.attention.products import Weights
 from ikbo_jax.rewrite.attention.scores import BATCH, HEAD, KEY, ONE, Fill, Label, Logits, Scores
 from ikbo_jax.rewrite.facts import proofs
@@ -84,12 +84,16 @@ def product(ctx: Context, eqn: Any, x: Any, y: Any) -> Any:
     Logits are multiplied by a number.
     """
     at, other = (x, y) if isinstance(x, Scores) else (y, x)
+    mask = ctx.scope.cast_mask(other) if isinstance(at.root, Blocks) else None
+    if mask is not None and at.stage == "probabilities":
+        return _hidden_again(ctx, eqn, (x, y), at, mask)
     changes = at.stage in ("probabilities", "curve", "weighted", "exp", "logits")
     if isinstance(other, Scores) or not changes or not isinstance(at.root, Logits):
-        return scores.scaled(ctx, eqn, x, y)
+        return score_factors.scaled(ctx, eqn, x, y)
     number = constant(ctx, other)
-    if at.stage == "logits" and (number is not None or at.root.fills or at.root.biases):
-        return scores.scaled(ctx, eqn, x, y)
+    is_factor = number is not None or at.root.fills or at.root.biases
+    if at.stage == "logits" and (is_factor or score_factors.takes_factor(at, other)):
+        return score_factors.scaled(ctx, eqn, x, y)
     if number is not None:
         return _scaled(at, eqn, (x, y), number)
     cast = ctx.scope.cast_mask(other)
@@ -106,6 +110,17 @@ def product(ctx: Context, eqn: Any, x: Any, y: Any) -> Any:
     return _changed(at, eqn, (x, y), other, factors=factors)
 
 
+def _hidden_again(ctx: Context, eqn: Any, operands: Any, x: Scores, mask: Any) -> Scores:
+    """Hides weights of concatenated tokens that are 0, since the same mask hides their logits.
+
+    Weights of a row without kept keys may be others.
+    """
+    source = proofs.source_of_mask(ctx, mask, x.labels)
+    if not any(proofs.same_source(fill.source, source) for fill in x.root.fills):
+        raise NotCovered(f"attention is not recognised: its {x.stage} are masked by another mask")
+    return x.then(eqn, operands, emptied="select")
+
+
 def _scaled(x: Scores, eqn: Any, operands: Any, number: float) -> Scores:
     """Multiplies probabilities or weights by a number; for a curve, the result is another curve."""
     if x.stage not in ("probabilities", "weighted") or not math.isfinite(number):
@@ -119,6 +134,9 @@ def select(ctx: Context, eqn: Any, which: Any, *cases: Any) -> Any:
         return _select_by_comparison(ctx, eqn, which, *cases)
     x = scores.only(cases)
     keeps, operands = x is cases[-1], (which, *cases)
+    of_blocks = isinstance(x.root, Blocks) and x.stage in ("exp", "probabilities")
+    if of_blocks and keeps and constant(ctx, cases[0]) == 0:
+        return _hidden_again(ctx, eqn, operands, x, which)
     stages = ("exp", "probabilities", "curve", "weighted", _LOGARITHM)
     if len(cases) != 2 or x.stage not in stages or not isinstance(x.root, Logits):
         return logit_masks.selected(ctx, eqn, which, *cases)
@@ -281,7 +299,7 @@ def quotient(ctx: Context, eqn: Any, x: Any, y: Any) -> Any:
         return x.then(eqn, (x, y), stage="probabilities")
     changes = isinstance(x, Scores) and x.stage in ("probabilities", "curve", "weighted")
     if not changes or not isinstance(x.root, Logits):
-        return scores.scaled(ctx, eqn, x, y)
+        return score_factors.scaled(ctx, eqn, x, y)
     number = constant(ctx, y)
     if number is not None:
         return _scaled(x, eqn, (x, y), math.nan if number == 0 else 1 / number)
@@ -343,7 +361,7 @@ def difference(ctx: Context, eqn: Any, x: Any, y: Any) -> Any:
             changes = {"sum_of_one": True, "emptied": y.emptied if masked else ""}
             return x.then(eqn, (x, y), stage="shifted", shifted=True, **changes)
     elif not isinstance(y, Scores) and x.stage == "logits":
-        return logit_masks.biased(eqn, (x, y), x, y, subtracts=True)
+        return logit_masks.biased(ctx, eqn, (x, y), x, y, subtracts=True)
     raise NotCovered("attention is not recognised: something is subtracted from its scores")
 
 

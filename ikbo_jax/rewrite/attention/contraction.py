@@ -3,6 +3,7 @@
 import functools
 import itertools
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -15,7 +16,7 @@ from ikbo_jax.rewrite.attention import blocks, products
 from ikbo_jax.rewrite.attention.scores import DTYPES
 from ikbo_jax.rewrite.interpret import Context, shape_of
 from ikbo_jax.rewrite.report import cost
-from ikbo_jax.rewrite.rules import one_hot, sums
+from ikbo_jax.rewrite.rules import one_hot, reselect, sums
 from ikbo_jax.rewrite.rules.batched import at_one_batch, batched_product, dims_of
 from ikbo_jax.rewrite.rules.concatenation import of_one_lineage, without_padding
 from ikbo_jax.rewrite.rules.elementwise import concat, of_one_user, slice_along
@@ -41,11 +42,10 @@ def dot_general(ctx: Context, eqn: Any, lhs: Any, rhs: Any) -> Any:
         raise NotCovered("product of two concatenations")
     if isinstance(lhs, Concat) or isinstance(rhs, Concat):
         return _of_concat(ctx, eqn, lhs, rhs)
-    _, (batch, _) = eqn.params["dimension_numbers"]
-    if not batch:
+    _, batch = eqn.params["dimension_numbers"]
+    if not batch[0]:
         return product(ctx, eqn, lhs, rhs)
-    if type(lhs) is type(rhs) is Lazy and lhs.lineage is not rhs.lineage:
-        lhs, rhs = lineage.aligned((lhs, rhs))
+    lhs, rhs = _of_one_lookup(ctx, lhs, rhs, zip(*batch, strict=True))
     scores = products.start(
         ctx, eqn, lhs, rhs, lambda scope: scope.build(product(scope, eqn, lhs, rhs))
     )
@@ -74,6 +74,15 @@ def _blocks(ctx: Context, eqn: Any, lhs: Any, rhs: Any) -> Any:
     return blocks.start(ctx, eqn, lhs, rhs, plain_product)
 
 
+def _of_one_lookup(ctx: Context, lhs: Any, rhs: Any, pairs: Any) -> Sequence[Any]:
+    """Gives two values one lineage, if they are looked up along a batch dimension and end alike."""
+    if type(lhs) is type(rhs) is Lazy and lhs.lineage is not rhs.lineage:
+        lhs, rhs = lineage.aligned((lhs, rhs))
+        if (lhs.axis, rhs.axis) in pairs:
+            return reselect.at_last_steps(ctx, (lhs, rhs))
+    return lhs, rhs
+
+
 def product(
     ctx: Context, eqn: Any, lhs: Any, rhs: Any, preferred: Any = None, became: str = ""
 ) -> Any:
@@ -83,6 +92,7 @@ def product(
     report.
     """
     (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dims_of(eqn)
+    lhs, rhs = _of_one_lookup(ctx, lhs, rhs, zip(lhs_batch, rhs_batch, strict=True))
     lhs, rhs = lineage.spread_axes(lhs, lhs_contract), lineage.spread_axes(rhs, rhs_contract)
     reason = "product that sums over the looked-up axis"
     if lineage.has_lineage(lhs) and lhs.axis in lhs_contract:

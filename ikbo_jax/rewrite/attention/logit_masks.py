@@ -7,6 +7,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -26,8 +27,17 @@ from ikbo_jax.rewrite.attention.scores import (
 from ikbo_jax.rewrite.facts import masks, proofs
 from ikbo_jax.rewrite.facts.proofs import constant
 from ikbo_jax.rewrite.interpret import Context
-from ikbo_jax.rewrite.values.lineage import Lazy, base_of, has_lineage, is_plain, origins_of, spread
+from ikbo_jax.rewrite.values.lineage import (
+    Lazy,
+    base_of,
+    has_lineage,
+    is_plain,
+    of_bases,
+    origins_of,
+    spread,
+)
 from ikbo_jax.rewrite.values.registry import NotCovered
+from ikbo_jax.rewrite.values.reshaped import Reshaped
 
 
 def selected(ctx: Context, eqn: Any, which: Any, *cases: Any) -> Any:
@@ -39,8 +49,13 @@ def selected(ctx: Context, eqn: Any, which: Any, *cases: Any) -> Any:
     fill = constant(ctx, cases[0] if keeps else cases[1])
     if scores.stage != "logits" or fill is None or math.isnan(fill) or fill == math.inf:
         raise NotCovered(f"attention is not recognised: its {scores.stage} are masked by a value")
-    if any(x.added is not None for x in scores.root.fills):
-        raise NotCovered("attention is not recognised: one mask is added, another put in by where")
+    added = [x.value for x in scores.root.fills if x.added is not None]
+    if added:
+        # Keys that this mask hides then weigh nothing beside keys that the added masks hide.
+        if not fill <= 2 * min(added) > -math.inf:
+            reason = "one mask is added, another put in by where"
+            raise NotCovered(f"attention is not recognised: {reason} with a number not far below")
+        scores = dataclasses.replace(scores, root=of_masks(scores.root))
     root = masked(ctx, scores, which, keeps, Fill(fill))
     return scores.then(eqn, [which, *cases], root=root)
 
@@ -94,14 +109,14 @@ def _added(ctx: Context, eqn: Any, operands: Any, scores: Scores, term: _Term) -
     takes_masks = not scores.root.biases or not isinstance(scores.root, Logits)
     is_mask = number and takes_masks and not scores.root.fills
     if not is_mask or scores.stage != "logits":
-        return biased(eqn, operands, scores, value)
+        return biased(ctx, eqn, operands, scores, value)
     fill = Fill(number, eqn.outvars[0].aval.dtype)
     try:
         root = masked(ctx, scores, value, keeps, fill)
     except NotCovered as error:
         # A mask by head, or by query without intervals, may be a bias of positions.
         with contextlib.suppress(NotCovered):
-            return biased(eqn, operands, scores, value)
+            return biased(ctx, eqn, operands, scores, value)
         raise error from None
     return scores.then(eqn, operands, root=root)
 
@@ -160,6 +175,8 @@ def not_by_user(scores: Scores, value: Any, kinds: Sequence[str]) -> str:
     base, axis = base_of(value), value.axis if has_lineage(value) else -1
     if axis >= 0 and (value.lineage is not scores.root.lineage or scores.labels[axis][0] != BATCH):
         return "is not looked up like its keys"
+    if not np.ndim(base):
+        return "is one number"
     if not is_plain(base) or np.ndim(base) != len(scores.labels):
         return "differs by candidate"
     for d, n in enumerate(np.shape(base)):
@@ -182,7 +199,13 @@ def rows_of(x: Any, labels: Any, sizes: tuple[int, ...]) -> Any:
 
 
 def biased(
-    eqn: Any, operands: Sequence[Any], scores: Scores, bias: Any, *, subtracts: bool = False
+    ctx: Context,
+    eqn: Any,
+    operands: Sequence[Any],
+    scores: Scores,
+    bias: Any,
+    *,
+    subtracts: bool = False,
 ) -> Scores:
     """Adds a bias to logits, which may have biases or added masks by user already.
 
@@ -190,6 +213,9 @@ def biased(
     recency or of padding, or belongs to positions alone, as ALiBi's. The op adds it to its scores.
     """
     root = scores.root
+    if isinstance(bias, (Lazy, Reshaped)) and bias.shape[scores.labels.index((BATCH, 0))] == 1:
+        # Rows of a table, looked up by positions.
+        bias = ctx.build(bias)
     if scores.stage != "logits":
         raise NotCovered(f"attention is not recognised: something is added to its {scores.stage}")
     dtype = eqn.outvars[0].aval.dtype
@@ -202,15 +228,36 @@ def biased(
         raise NotCovered(f"attention is not recognised: a bias is added that {reason}")
     base = -base_of(bias) if subtracts else base_of(bias)
     base = grouped(base, scores.labels, [(HEAD, root.heads), (QUERY, root.queries)])
-    biases = [spread(base, (*base.shape[:3], root.key.shape[1])), *root.biases]
-    for fill in root.fills:
-        if fill.added is None or fill.seen is not None:
-            raise NotCovered("attention is not recognised: a bias is added to masked logits")
-        biases.append(jnp.where(fill.kept, 0, fill.value).astype(fill.added)[:, None, None])
-    if dtype not in DTYPES or any(x.dtype != dtype for x in biases):
-        raise NotCovered(f"attention is not recognised: biases of {biases[-1].dtype} and {dtype}")
-    total = sum(biases[1:], start=biases[0])
-    root = dataclasses.replace(
-        root, biases=(total,), fills=(), mask_origins=root.mask_origins | origins_of(bias)
-    )
+    base, root = spread(base, (*base.shape[:3], root.key.shape[1])), of_masks(root)
+    total = functools.reduce(_sum, root.biases, base)
+    if dtype not in DTYPES or total.dtype != dtype:
+        raise NotCovered(f"attention is not recognised: biases of {total.dtype} and {dtype}")
+    origins = root.mask_origins | origins_of(bias)
+    root = dataclasses.replace(root, biases=(total,), mask_origins=origins)
     return scores.then(eqn, operands, root=root)
+
+
+def of_masks(root: Any) -> Any:
+    """Makes biases of all masks, which were added to the logits."""
+    if any(fill.added is None or fill.seen is not None for fill in root.fills):
+        raise NotCovered("attention is not recognised: a bias is added to masked logits")
+
+    def bias(fill: Fill) -> Any:
+        def number(kept: Any) -> jax.Array:
+            return jnp.where(kept, 0, fill.value).astype(fill.added)
+
+        return of_bases(number, fill.kept)
+
+    biases = list(map(bias, root.fills))
+    if isinstance(root, Logits):
+        biases = [*root.biases, *(x[:, None, None] for x in biases)]
+        biases = [functools.reduce(_sum, biases)] if biases else []
+    else:
+        biases = [*root.biases, *biases]
+    return dataclasses.replace(root, biases=tuple(biases), fills=())
+
+
+def _sum(x: jax.Array, y: jax.Array) -> jax.Array:
+    if x.dtype not in DTYPES or x.dtype != y.dtype:
+        raise NotCovered(f"attention is not recognised: biases of {x.dtype} and {y.dtype}")
+    return x + y

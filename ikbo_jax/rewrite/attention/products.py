@@ -99,6 +99,9 @@ def start(
     if not has_default_precision(eqn):
         return None
     user_dim = list(key_batch).index(key.axis)
+    if lineage.base_of(query).shape[query_batch[user_dim]] == 1:
+        # Learned queries of a pooling: a product at user batch.
+        return None
     if lineage.has_lineage(query):
         reason = "queries that are looked up by another index than their keys"
         query = ctx.materialise(eqn, query, reason)

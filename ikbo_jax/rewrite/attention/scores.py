@@ -23,7 +23,7 @@ from ikbo_jax.rewrite.interpret import Context, shape_of
 from ikbo_jax.rewrite.rules import any_shape
 from ikbo_jax.rewrite.rules.elementwise import ELEMENTWISE
 from ikbo_jax.rewrite.values import staged
-from ikbo_jax.rewrite.values.lineage import Deferred, of_bases, transposed
+from ikbo_jax.rewrite.values.lineage import Deferred, transposed
 from ikbo_jax.rewrite.values.registry import NotCovered, rule_of
 
 # Kinds of dimensions of the scores. Queries and keys share the heads; all remaining dimensions of
@@ -88,6 +88,7 @@ class Root:
       biases: what is added to the scaled and capped product, before the masks: of `Logits`, at most
         one array [users or 1, heads or 1, queries or 1, keys]; of `Blocks`, values [batch,
         *queries, *heads, keys], where sizes may be 1.
+      unscaled: None; or the root whose query was multiplied by a factor of the logits.
     """
 
     query: Any
@@ -99,6 +100,7 @@ class Root:
     mask_origins: frozenset = frozenset()
     cap: float | None = None
     biases: tuple[Any, ...] = ()
+    unscaled: Any = None
 
     @property
     def labels(self) -> list[Label]:
@@ -151,6 +153,7 @@ class Scores(Deferred):
       sum_of_one: whether the exponentials of every row with kept keys have a sum of at least 1.
       emptied: "select" or "product", by what exponentials of rows without kept keys become 0
         instead of NaN; "" if nothing does it.
+      reason: of a curve or an elementwise function, why it is no part of a softmax.
     """
 
     root: Any
@@ -167,6 +170,7 @@ class Scores(Deferred):
     floor: tuple[str, float] | None = None
     sum_of_one: bool = False
     emptied: str = ""
+    reason: str = ""
 
     is_computed = True
 
@@ -188,13 +192,15 @@ class Scores(Deferred):
             if rule is None:
                 raise NotCovered(f"attention is not recognised: {name} of its {self.stage}")
             result = rule(ctx, eqn, *operands)
-        except NotCovered:
+        except NotCovered as error:
+            found = (x.reason for x in operands if isinstance(x, Scores))
+            reason = next(filter(None, found), str(error))
             if curve is not None:
-                result = self.then(eqn, operands, stage="curve", curve=curve)
+                result = self.then(eqn, operands, stage="curve", curve=curve, reason=reason)
             elif _is_elementwise(eqn, operands):
-                result = self.then(eqn, operands, stage="elementwise")
+                result = self.then(eqn, operands, stage="elementwise", reason=reason)
             else:
-                raise
+                raise NotCovered(reason) from None
             return [result] if eqn.primitive.multiple_results else result
         if not isinstance(result, Scores) or name in proofs.MOVES or result.curve is curve:
             return result
@@ -237,7 +243,7 @@ def _of_one_product(scores: Sequence[Scores]) -> bool:
     first = scores[0]
     return all(
         x.labels == first.labels
-        and x.root.query is first.root.query
+        and (x.root.unscaled or x.root).query is (first.root.unscaled or first.root).query
         and x.root.key is first.root.key
         for x in scores
     )
@@ -358,14 +364,14 @@ def cast(ctx: Context, eqn: Any, x: Any) -> Any:
     dtype = eqn.outvars[0].aval.dtype
     if dtype not in DTYPES:
         raise NotCovered(f"attention is not recognised: its scores are cast to {dtype}")
-    root = _with_fills(x.root, dtype, 1.0) if x.stage == "logits" else x.root
+    root = with_fills(x.root, dtype, 1.0) if x.stage == "logits" else x.root
     rounds = any(jnp.finfo(dtype).eps > jnp.finfo(bias.dtype).eps for bias in root.biases)
     if rounds and x.stage == "logits":
         raise NotCovered(f"attention is not recognised: a sum with a bias is cast to {dtype}")
     return x.then(eqn, [x], root=root)
 
 
-def _with_fills(root: Logits, dtype: Any, factor: float) -> Logits:
+def with_fills(root: Logits, dtype: Any, factor: float) -> Logits:
     """Multiplies the numbers of the masks of logits, and rounds them to `dtype`."""
     fills = []
     for fill in root.fills:
@@ -380,32 +386,6 @@ def _with_fills(root: Logits, dtype: Any, factor: float) -> Logits:
     return dataclasses.replace(root, fills=tuple(fills)) if fills else root
 
 
-def scaled(ctx: Context, eqn: Any, x: Any, y: Any) -> Any:
-    """Multiplies logits by a number, or divides them by one."""
-    divides = eqn.primitive.name == "div"
-    scores = only((x, y))
-    factor = constant(ctx, y if scores is x else x)
-    if factor is None or scores.stage != "logits" or (divides and scores is y):
-        raise NotCovered(f"attention is not recognised: {scores.stage} scaled by another value")
-    with np.errstate(all="ignore"):
-        factor = float(np.divide(1.0, factor)) if divides else factor
-    if not math.isfinite(factor) or factor == 0:
-        raise NotCovered(f"attention is not recognised: {scores.stage} scaled by {factor:g}")
-    root = _with_fills(scores.root, eqn.outvars[0].aval.dtype, factor)
-    name = "scale" if root.cap is None else "cap"
-    biases = [of_bases(lambda b: b * jnp.asarray(factor, b.dtype), x) for x in root.biases]
-    changes = {name: getattr(root, name) * factor, "biases": tuple(biases)}
-    root = dataclasses.replace(root, **changes)
-    return scores.then(eqn, [x, y], root=root)
-
-
-def capped(ctx: Context, eqn: Any, x: Any) -> Any:
-    """Bounds logits by a hyperbolic tangent: a soft cap."""
-    if x.stage != "logits" or not x.root.is_only_scaled:
-        raise NotCovered(f"attention is not recognised: tanh of its {x.stage}")
-    return x.then(eqn, [x], root=dataclasses.replace(x.root, cap=1.0))
-
-
 def belong(x: Scores, y: Scores) -> bool:
     """Whether y, reduced over the keys, has the root of x and broadcasts to its dimensions."""
     return _same_root(x.root, y.root) and all(
@@ -416,7 +396,7 @@ def belong(x: Scores, y: Scores) -> bool:
 
 def _same_root(x: Any, y: Any) -> bool:
     """Whether two scores have one root, or one product with equal masks."""
-    if x is y or not isinstance(x, Logits) or not isinstance(y, Logits):
+    if x is y or type(x) is not type(y):
         return x is y
     same = x.query is y.query and x.key is y.key and (x.scale, x.cap) == (y.scale, y.cap)
     return (

@@ -116,6 +116,9 @@ def elementwise_to(ctx: Context, eqn: Any, shape: tuple[int, ...], operands: Any
         return _over_parts(ctx, eqn, first, shape, operands)
     operands = lineage.aligned(operands)
     value_lineage, axis, differ = common_lineage(operands)
+    if differ and all(x.axis == axis for x in operands if has_lineage(x)):
+        operands = reselect.at_last_steps(ctx, operands)
+        value_lineage, axis, differ = common_lineage(operands)
     if differ:
         operands = _of_one_lineage(operands)
         value_lineage, axis, differ = common_lineage(operands)
@@ -406,8 +409,9 @@ def _slice_concat(ctx: Context | None, x: Concat, starts: Any, stops: Any, strid
 
 def split(ctx: Context, eqn: Any, x: Any) -> Any:
     """Slices the value once for every piece."""
-    ends = itertools.accumulate(eqn.params["sizes"], initial=0)
-    axis = eqn.params["axis"]
+    # From `jnp.split`, sizes are NumPy's integers, which are no sizes of the report, nor keys.
+    sizes = (int(n) if isinstance(n, np.integer) else n for n in eqn.params["sizes"])
+    ends, axis = itertools.accumulate(sizes, initial=0), eqn.params["axis"]
     return [sliced_along(ctx, x, start, stop, axis) for start, stop in itertools.pairwise(ends)]
 
 

@@ -6,6 +6,8 @@ batches need no copy of the users.
 """
 
 import dataclasses
+import functools
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -57,10 +59,31 @@ def _chosen(ctx: Any, users: Lineage, key: Any, batch: int, choose: Any) -> Line
     return found
 
 
+def at_last_steps(ctx: Any, operands: Sequence[Any]) -> list[Any]:
+    """Looks rows up whose lookups end alike, by all steps but these: then they have one lineage.
+
+    So a small table that is looked up for users, and then for candidates, meets users' rows.
+    """
+    of_operands = [x.lineage.steps[::-1] for x in operands if lineage.has_lineage(x)]
+    alike = itertools.takewhile(lambda x: len(set(x)) == 1, zip(*of_operands, strict=False))
+    last = [step for step, *_ in alike]
+    if not last:
+        return list(operands)
+    fine = functools.reduce(lambda fine, step: ctx.scope.compose(step, fine), last)
+
+    def moved(x: Any) -> Any:
+        if not lineage.has_lineage(x) or x.lineage is fine:
+            return x
+        rows = x.base
+        for step in x.lineage.steps[: -len(last)]:
+            rows = take_rows(rows, step.index, x.axis, is_sorted=step.is_sorted)
+        return dataclasses.replace(x, base=rows, lineage=fine)
+
+    return list(map(moved, operands))
+
+
 def sliced(ctx: Any, x: Lazy, start: int, stop: int, stride: int) -> Any:
     """Slices `x[start:stop:stride]` along the looked-up axis."""
-    # Sizes of a split are NumPy's integers, which the scope would tell apart by identity.
-    start, stop = (int(n) if isinstance(n, np.integer) else n for n in (start, stop))
     batch = -(-(stop - start) // stride)
 
     def choose(index: jax.Array) -> jax.Array:
