@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from problems import random_array
+from test_benchmarks_ranking import SIZES
 
 from benchmarks import harness, ranking, records, report, timing, training
 from benchmarks import training_networks as networks
@@ -17,23 +18,6 @@ from ikbo_jax.models import ranking as model
 
 pytestmark = pytest.mark.slow
 
-SIZES = dataclasses.replace(
-    model.SMALL,
-    candidates=12,
-    users=3,
-    layers=1,
-    width=8,
-    user_dense=4,
-    dense_tokens=1,
-    user_tokens=4,
-    pooled=3,
-    cand_tokens=5,
-    history=6,
-    head_dim=4,
-    compressed=4,
-    rank=2,
-    hidden=4,
-)
 GDPA = networks.Sizes(5, 8, 8, 2, 4, 3, 1, "float32")
 
 

@@ -167,26 +167,17 @@ def test_a_planted_disagreement_of_the_network_fails(
 
 def test_the_network_is_held_to_its_oracle(untimed, monkeypatch):
     monkeypatch.undo()
-    outs = {"right": 1.0, "materialised": 1.0 + 1e-7, "wrong": 1.1, "nan": np.nan}
+    outs = {"rewritten": 1.0, "materialised": 1.0 + 1e-7, "wrong": 1.1, "nan": np.nan}
+    versions = {
+        name: lambda params, request, out=out: jnp.full((24, 2), out, jnp.float32)
+        for name, out in outs.items()
+    }
     monkeypatch.setattr(_timing, "sustained_ms", lambda fn, *args, **kwargs: [1.0])
-    monkeypatch.setattr(
-        demo_ranking,
-        "versions",
-        lambda: {
-            {"right": "rewritten"}.get(name, name): (
-                lambda params, request, out=out: jnp.full((24, 2), out, jnp.float32)
-            )
-            for name, out in outs.items()
-        },
-    )
+    monkeypatch.setattr(demo_ranking, "versions", lambda: versions)
     monkeypatch.setattr(demo_ranking, "oracle", lambda *inputs: jnp.ones((24, 2)))
     (report,) = programs.run_parts([demo_ranking.run(TINY_SIZES, 0)])
-    assert {m.stage.name: m.agrees for m in report.measured} == {
-        "rewritten": True,
-        "materialised": True,
-        "wrong": False,
-        "nan": False,
-    }
+    agrees = dict(zip(outs, (True, True, False, False), strict=True))
+    assert {m.stage.name: m.agrees for m in report.measured} == agrees
     assert len(report.top) == demo_ranking.NUM_SHOWN
 
 

@@ -238,14 +238,6 @@ def test_a_changed_key_compiles_again(what, tmp_path, lowered, monkeypatch, requ
     assert len(lowered) == 2
 
 
-def break_content(path: pathlib.Path) -> None:
-    path.write_bytes(path.read_bytes()[:-20])
-
-
-def empty(path: pathlib.Path) -> None:
-    path.write_bytes(b"")
-
-
 def unloadable(path: pathlib.Path) -> None:
     """An entry that reads well and whose program no loader takes."""
     store = programs.Store(path.parent, b"")
@@ -253,7 +245,14 @@ def unloadable(path: pathlib.Path) -> None:
     store.put(path.name, (shapes, (b"no program", *trees)))
 
 
-@pytest.mark.parametrize("spoil", [break_content, empty, unloadable])
+SPOILED = {
+    "break_content": lambda path: path.write_bytes(path.read_bytes()[:-20]),
+    "empty": lambda path: path.write_bytes(b""),
+    "unloadable": unloadable,
+}
+
+
+@pytest.mark.parametrize("spoil", SPOILED.values(), ids=SPOILED)
 def test_a_broken_file_is_compiled_again_and_mended(spoil, tmp_path, lowered):
     assert run_once(tmp_path) == ["compiling triple"]
     assert lowered == ["triple"]

@@ -1,6 +1,5 @@
 """The example of several processes: it runs, its processes agree, a failing one ends the others."""
 
-import os
 import pathlib
 import re
 import subprocess
@@ -8,7 +7,7 @@ import sys
 import time
 
 import pytest
-from processes import ROOT, child_environment, heeding_interrupts, until
+from processes import ROOT, child_environment, heeding_interrupts, is_alive, until
 
 from examples import several_processes as example
 
@@ -79,14 +78,6 @@ def test_two_processes(options, mesh):
 def wait_for(path: pathlib.Path) -> int:
     assert until(path.exists, 30)
     return int(path.read_text())
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import numpy as np
 import oracle_attention
 import problems
 import pytest
+from attention_basics import ATOL, SCALE
 from jax.experimental import checkify
 
 from ikbo_jax.reference import attention as reference
@@ -20,9 +21,6 @@ from ikbo_jax.reference import attention_grouped as grouped
 pytestmark = pytest.mark.slow
 
 SHAPES = problems.ATTENTION_SHAPES
-SCALE = 0.25
-#: What the paths may differ by through the order of f32 sums alone.
-ATOL = 5e-6
 #: Many steps of every kind, of tiny sizes.
 SMALL_BLOCKS = attention_blocks.Blocking(group=2, groups=3, keys=7)
 

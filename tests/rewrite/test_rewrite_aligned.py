@@ -1,5 +1,7 @@
 """Linear compression whose K is padded with zeros to a size that tensor cores like."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -10,57 +12,46 @@ import ikbo_jax as ikbo
 W, E_USER, E_CAND, INDEX = embeddings()
 K_USER = E_USER.shape[1]
 PADDING = -W.shape[1] % 8
+joined = functools.partial(jnp.concatenate, axis=1)
 
 
-def zeros(x, axis):
-    shape = list(x.shape)
-    shape[axis] = PADDING
-    return jnp.zeros(shape, x.dtype)
+def zeros(x):
+    return jnp.zeros((len(x), PADDING, *x.shape[2:]), x.dtype)
 
 
 def product(w, x):
     return jnp.einsum("mk,bkn->bmn", w, x)
 
 
-def concatenated(w, e_user, e_cand):
-    w_user, w_cand = w[:, :K_USER], w[:, K_USER:]
-    weights = jnp.concatenate([w_user, w_cand, zeros(w, 1)], axis=1)
-    return product(weights, jnp.concatenate([e_user[INDEX], e_cand, zeros(e_cand, 1)], axis=1))
+def pad(x, count):
+    return jnp.pad(x, ((0, 0), (0, count), (0, 0))[: x.ndim])
 
 
-def weight_concatenated_whole(w, e_user, e_cand):
-    weights = jnp.concatenate([w, zeros(w, 1)], axis=1)
-    return product(weights, jnp.concatenate([e_user[INDEX], e_cand, zeros(e_cand, 1)], axis=1))
+#: The padded weight and the padded rows, of a weight and of rows of users and candidates.
+PADDED = {
+    "concatenated": lambda w, u, c: (
+        joined([w[:, :K_USER], w[:, K_USER:], zeros(w)]),
+        joined([u, c, zeros(c)]),
+    ),
+    "weight_concatenated_whole": lambda w, u, c: (joined([w, zeros(w)]), joined([u, c, zeros(c)])),
+    "in_front": lambda w, u, c: (
+        joined([zeros(w), w[:, :K_USER], w[:, K_USER:]]),
+        joined([zeros(c), u, c]),
+    ),
+    "padded": lambda w, u, c: (pad(w, PADDING), pad(joined([u, c]), PADDING)),
+    # Each side is padded by itself.
+    "padded_first": lambda w, u, c: (
+        joined([pad(x, 2) for x in (w[:, :K_USER], w[:, K_USER:])]),
+        joined([pad(x, 2) for x in (u, c)]),
+    ),
+}
 
 
-def in_front(w, e_user, e_cand):
-    weights = jnp.concatenate([zeros(w, 1), w[:, :K_USER], w[:, K_USER:]], axis=1)
-    return product(weights, jnp.concatenate([zeros(e_cand, 1), e_user[INDEX], e_cand], axis=1))
+@pytest.mark.parametrize("name", PADDED)
+def test_it_becomes_linear_compression(name) -> None:
+    def fn(w, e_user, e_cand):
+        return product(*PADDED[name](w, e_user[INDEX], e_cand))
 
-
-def padded(w, e_user, e_cand):
-    x = jnp.concatenate([e_user[INDEX], e_cand], axis=1)
-    return product(jnp.pad(w, ((0, 0), (0, PADDING))), jnp.pad(x, ((0, 0), (0, PADDING), (0, 0))))
-
-
-def padded_first(w, e_user, e_cand):
-    """Each side is padded by itself."""
-    parts = [jnp.pad(x, ((0, 0), (0, 2), (0, 0))) for x in (e_user[INDEX], e_cand)]
-    weights = [jnp.pad(x, ((0, 0), (0, 2))) for x in (w[:, :K_USER], w[:, K_USER:])]
-    return product(jnp.concatenate(weights, axis=1), jnp.concatenate(parts, axis=1))
-
-
-def only_the_embeddings_are_zero(w, e_user, e_cand):
-    """The padding of the weight may be NaN, which the product keeps, beside another padding."""
-    weights = jnp.concatenate([w, w[:, :PADDING] * jnp.nan, zeros(w, 1)], axis=1)
-    padding = [zeros(e_cand, 1)] * 2
-    return product(weights, jnp.concatenate([e_user[INDEX], e_cand, *padding], axis=1))
-
-
-@pytest.mark.parametrize(
-    "fn", [concatenated, weight_concatenated_whole, in_front, padded, padded_first]
-)
-def test_it_becomes_linear_compression(fn) -> None:
     args = W, E_USER, E_CAND
     assert "linear_compression" in became(fn, *args)
     for differentiated in (fn, jax.grad(lambda *x: jnp.sum(jnp.sin(fn(*x))), argnums=(0, 1, 2))):
@@ -68,5 +59,10 @@ def test_it_becomes_linear_compression(fn) -> None:
 
 
 def test_padding_of_one_side_stays() -> None:
-    out = ikbo.rewrite(only_the_embeddings_are_zero)(W, E_USER, E_CAND)
-    assert bool(jnp.isnan(out).all())
+    """The padding of the weight may be NaN, which the product keeps, beside another padding."""
+
+    def fn(w, e_user, e_cand):
+        weights = joined([w, w[:, :PADDING] * jnp.nan, zeros(w)])
+        return product(weights, joined([e_user[INDEX], e_cand, zeros(e_cand), zeros(e_cand)]))
+
+    assert jnp.isnan(ikbo.rewrite(fn)(W, E_USER, E_CAND)).all()

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from lookalikes import by_hand, by_hand_stopped, without_max
 from rewrite_basics import became, report_of
-from rounding_rule import Case, describe, faults
+from rounding_rule import Case, assert_same
 
 from ikbo_jax.rewrite.attention import block_attention
 
@@ -28,6 +28,8 @@ VALID = np.array([[0, 0, 0, 0], [1, 1, 1, 1], [1, 0, 1, 0]], bool)
 L = S + C
 ROWS, COLUMNS = np.mgrid[:L, :L]
 SELF = np.eye(L, dtype=bool)[None, None]
+#: Own tokens see the history and themselves.
+ISOLATED = (COLUMNS <= ROWS) & ((COLUMNS < S) | (COLUMNS == ROWS))
 
 
 @pytest.fixture(autouse=True)
@@ -46,27 +48,18 @@ def _own_may_be_hidden(index, valid):
     return jnp.concatenate([valid[index], own], axis=1)[:, None, None, :]
 
 
-def _traced_causal(index, valid):
-    positions = jnp.arange(L)
-    return (positions[:, None] >= positions[None, :])[None, None]
-
-
 #: By name: what an attention may see, of the index and the valid tokens of users.
 MASKS: dict[str, Any] = {
     "none": lambda i, v: None,
     "tril": lambda i, v: jnp.tril(jnp.ones((L, L), bool))[None, None],
-    "traced": _traced_causal,
+    "traced": lambda i, v: (jnp.arange(L)[:, None] >= jnp.arange(L)[None])[None, None],
     "constant": lambda i, v: (COLUMNS <= ROWS)[None, None],
     "strict": lambda i, v: (COLUMNS < ROWS)[None, None],
     "reversed": lambda i, v: (COLUMNS >= ROWS)[None, None],
-    "isolated": lambda i, v: ((COLUMNS <= ROWS) & ((COLUMNS < S) | (COLUMNS == ROWS)))[None, None],
+    "isolated": lambda i, v: ISOLATED[None, None],
     "prefix": lambda i, v: ((COLUMNS < S) | (COLUMNS == ROWS))[None, None],
-    "contextual": lambda i, v: (
-        (COLUMNS <= ROWS) & ((COLUMNS < S) | (COLUMNS == ROWS)) | ((ROWS < 2) & (COLUMNS < S))
-    )[None, None],
-    "whole_history": lambda i, v: (
-        (COLUMNS <= ROWS) & ((COLUMNS < S) | (COLUMNS == ROWS)) | ((ROWS < S) & (COLUMNS < S))
-    )[None, None],
+    "contextual": lambda i, v: (ISOLATED | ((ROWS < 2) & (COLUMNS < S)))[None, None],
+    "whole_history": lambda i, v: (ISOLATED | ((ROWS < S) & (COLUMNS < S)))[None, None],
     "only_own": lambda i, v: ((COLUMNS < S) == (ROWS < S))[None, None],
     "leak": lambda i, v: ((COLUMNS <= ROWS) | ((ROWS == 1) & (COLUMNS == S)))[None, None],
     "banded": lambda i, v: ((COLUMNS <= ROWS) & (COLUMNS > ROWS - 3))[None, None],
@@ -195,8 +188,7 @@ def test_a_bias_leaves_the_history_at_user_batch(name: str, mask: str) -> None:
     else:
         assert "attention with own tokens" in details
         assert "not recognised" not in details
-    found = faults([biased])
-    assert not found, describe(found)
+    assert_same([biased])
 
 
 @pytest.mark.parametrize("name", POINTWISE)
@@ -214,8 +206,7 @@ def test_other_functions_than_the_softmax(name: str) -> None:
         if (n + turn) % 2 == 0
     ]
     cases.append(pointwise(name, "tril", 1, "bfloat16"))
-    found = faults(cases)
-    assert not found, describe(found)
+    assert_same(cases)
 
 
 @pytest.mark.parametrize(
@@ -324,8 +315,7 @@ RECOGNISED = [
 def test_recognised(number: int) -> None:
     recognised = RECOGNISED[number]
     assert "attention with own tokens" in became(recognised.fn, *recognised.args), recognised.name
-    found = faults([recognised])
-    assert not found, describe(found)
+    assert_same([recognised])
 
 
 @pytest.mark.parametrize("mask", MASKS)
@@ -340,8 +330,7 @@ def test_every_mask(mask: str) -> None:
     ]
     cases.append(case(mask=mask, fill="-jnp.inf", put_in="add", sequence="candidate"))
     cases.append(case(mask=mask, fill="-1e9", users="one_user"))
-    found = faults(cases)
-    assert not found, describe(found)
+    assert_same(cases)
 
 
 @pytest.mark.parametrize("first", range(0, 60, 10))
@@ -361,17 +350,14 @@ def test_drawn(first: int) -> None:
                 order=rng.random() < 0.8,
             )
         )
-    unlike = {x.name: x for x in cases}
-    found = faults(list(unlike.values()))
-    assert not found, describe(found)
+    assert_same(list({x.name: x for x in cases}.values()))
 
 
 @pytest.mark.parametrize("fill", ["-3.0", "-1e9"])
 @pytest.mark.parametrize("mask", ["reversed", "leak", "strict", "valid_and_strict"])
 def test_fills_under_a_softmax_over_the_queries(mask: str, fill: str) -> None:
     """A key that no query sees has weights other than 0, whatever the number that was put in."""
-    found = faults([case(mask=mask, fill=fill, softmax="over_queries")])
-    assert not found, describe(found)
+    assert_same([case(mask=mask, fill=fill, softmax="over_queries")])
 
 
 @pytest.mark.parametrize(("user_fields", "by_parts"), [(24, False), (56, False), (57, True)])
@@ -391,4 +377,4 @@ def test_fields_attend_as_written_where_they_are_few(monkeypatch, user_fields, b
 
     found = became(fn, user, cand, weights, INDEX)
     assert ("attention with own tokens" in found) == by_parts
-    assert not faults([Case("fields", fn, (user, cand, weights, INDEX))])
+    assert_same([Case("fields", fn, (user, cand, weights, INDEX))])

@@ -41,9 +41,12 @@ def with_cudnn(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cudnn, "is_cuda_compute_capability_equal", lambda _: False)
 
 
-def model(history, query, w_k, w_v, *, implementation="cudnn", lengths=None, copies=True, **kwargs):
-    rows = history[INDEX] if copies else history
-    key, value = (jnp.einsum("bsd,dnh->bsnh", rows, w) for w in (w_k, w_v))
+def projected(rows, w):
+    return jnp.einsum("bsd,dnh->bsnh", rows, w)
+
+
+def model(history, query, w_k, w_v, *, implementation="cudnn", lengths=None, **kwargs):
+    key, value = (projected(history[INDEX], w) for w in (w_k, w_v))
     if lengths is not None:
         kwargs["key_value_seq_lengths"] = lengths[INDEX]
     # JAX's own function mixes dtypes.
@@ -94,41 +97,43 @@ def dot(query, key, implementation):
         return jax.nn.dot_product_attention(query, key, key, implementation=implementation)
 
 
-def in_jitted_layers(implementation, history, query, w_k):
+def in_jitted_layers(dot, history, query, w):
     @jax.jit
     def layer(x, rows):
-        return x + dot(x, jnp.einsum("bsd,dnh->bsnh", rows, w_k), implementation)
+        return x + dot(x, projected(rows, w))
 
     rows = history[INDEX]
     return layer(layer(query, rows), rows)
 
 
-def under_vmap(implementation, history, query, w_k):
-    key = jnp.einsum("bsd,dnh->bsnh", history, w_k)
-    return jax.vmap(lambda x, n: dot(x, key[n], implementation))(query, INDEX)
+FORMS = {
+    "in_jitted_layers": in_jitted_layers,
+    "under_vmap": lambda dot, history, query, w: jax.vmap(
+        lambda x, n: dot(x, projected(history, w)[n])
+    )(query, INDEX),
+    "of_one_user": lambda dot, history, query, w: dot(
+        query, projected(jnp.broadcast_to(history[:1], (B, S, D)), w)
+    ),
+    "of_grouped_heads": lambda dot, history, query, w: dot(
+        query, projected(history[INDEX], w[:, :2])
+    ),
+}
 
 
-def of_one_user(implementation, history, query, w_k):
-    rows = jnp.broadcast_to(history[:1], (B, S, D))
-    return dot(query, jnp.einsum("bsd,dnh->bsnh", rows, w_k), implementation)
-
-
-def of_grouped_heads(implementation, history, query, w_k):
-    return dot(query, jnp.einsum("bsd,dnh->bsnh", history[INDEX], w_k[:, :2]), implementation)
-
-
-@pytest.mark.parametrize("fn", [in_jitted_layers, under_vmap, of_one_user, of_grouped_heads])
-def test_other_forms_of_the_call(fn) -> None:
-    in_cudnn, in_xla = (functools.partial(fn, name) for name in ("cudnn", "xla"))
+@pytest.mark.parametrize("name", FORMS)
+def test_other_forms_of_the_call(name) -> None:
+    in_cudnn, in_xla = (
+        functools.partial(FORMS[name], functools.partial(dot, implementation=each))
+        for each in ("cudnn", "xla")
+    )
     args = ARGS[:3]
     assert not calls_of_cudnn(ikbo.rewrite(in_cudnn), *args)
     assert_close(ikbo.rewrite(in_cudnn), in_xla, *args)
 
 
-def own_queries(history, query, w_k, w_v, *, causal=False, copies=True):
+def own_queries(history, query, w_k, w_v, *, causal):
     """Self-attention over the history, on copies, whose last row meets the candidate."""
-    rows = history[INDEX] if copies else history
-    q, k, v = (jnp.einsum("bsd,dnh->bsnh", rows, w) for w in (w_k, w_v, w_v))
+    q, k, v = (projected(history[INDEX], w) for w in (w_k, w_v, w_v))
     with jax.numpy_dtype_promotion("standard"):
         out = jax.nn.dot_product_attention(
             q, k, v, is_causal=causal, key_value_seq_lengths=LENGTHS[INDEX], implementation="cudnn"

@@ -14,9 +14,7 @@ import ikbo_jax as ikbo
 from ikbo_jax.rewrite.values import linear
 
 B, U, S, D = 48, 6, 8, 16
-RNG = np.random.default_rng(0)
-INDEX = jnp.asarray(problems.ragged_index(RNG, U, B, "unsorted"))
-USER, CAND, W = (problems.random_array(RNG, s, "float32") / 2 for s in ((U, D), (B, D), (D, D)))
+_, USER, CAND, W, INDEX = problems.vectors(U, B, D)
 F8 = jnp.float8_e5m2
 
 

@@ -16,13 +16,9 @@ from ikbo_jax.rewrite.report.recorder import Recorder
 
 
 def told(fact, fn, *args, more=()):
-    """What a fact says of what a function returns: `fact(context, result, *more)`.
+    """Returns `fact(context, result, *more)` of the result of `fn`.
 
-    Args:
-      fact: of `ikbo_jax.rewrite.facts.proofs`.
-      fn: of `args`. Arrays that it closes over are known.
-      args: structs of what nothing is known of.
-      more: arguments of the fact.
+    Nothing is known of `args`, which are structs; arrays that `fn` closes over are known.
     """
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         program = jax.make_jaxpr(fn)(*args)
@@ -38,37 +34,21 @@ def told(fact, fn, *args, more=()):
     return found[0]
 
 
-def _run(jaxpr, env, result):
-    """The only result of a program, its inner ones inline."""
-
-    def read(v):
-        return v.val if isinstance(v, core.Literal) else env[v]
-
-    for eqn in jaxpr.eqns:
-        operands = [read(v) for v in eqn.invars]
-        if eqn.primitive.name in ("jit", "pjit"):
-            inner = eqn.params["jaxpr"]
-            names = dict(zip(inner.jaxpr.invars, operands, strict=True))
-            names |= dict(zip(inner.jaxpr.constvars, inner.consts, strict=True))
-            env[eqn.outvars[0]] = _run(inner.jaxpr, names, result)
-        else:
-            env[eqn.outvars[0]] = result(eqn, operands)
-    return read(jaxpr.outvars[0])
-
-
 def curve_of(fn, dtype="float32"):
-    with jax.numpy_dtype_promotion("standard"):
-        program = jax.make_jaxpr(fn)(jax.ShapeDtypeStruct((), dtype))
-
-    def result(eqn, operands):
-        if not any(isinstance(x, curves.Curve) for x in operands):
-            return eqn.primitive.bind(*operands, **eqn.params)
-        found = curves.then(eqn, [x if isinstance(x, curves.Curve) else float(x) for x in operands])
-        assert found is not None, eqn
-        return found
-
-    env = {program.jaxpr.invars[0]: curves.logits(jnp.dtype(dtype))}
-    return _run(program.jaxpr, env, result)
+    # Inner functions stand in place then.
+    with jax.numpy_dtype_promotion("standard"), jax.disable_jit():
+        program = jax.make_jaxpr(fn)(jax.ShapeDtypeStruct((), dtype)).jaxpr
+    env = {program.invars[0]: curves.logits(jnp.dtype(dtype))}
+    for eqn in program.eqns:
+        operands = [x.val if isinstance(x, core.Literal) else env[x] for x in eqn.invars]
+        if any(isinstance(x, curves.Curve) for x in operands):
+            operands = [x if isinstance(x, curves.Curve) else float(x) for x in operands]
+            found = curves.then(eqn, operands)
+            assert found is not None, eqn
+        else:
+            found = eqn.primitive.bind(*operands, **eqn.params)
+        env[eqn.outvars[0]] = found
+    return env[program.outvars[0]]
 
 
 def match(fn, dtype="float32"):

@@ -40,12 +40,16 @@ def mean(x: jax.Array) -> jax.Array:
     return x.mean(-1, keepdims=True)
 
 
+def variance(x: jax.Array, ddof: int = 0) -> jax.Array:
+    return jnp.var(x, -1, keepdims=True, ddof=ddof)
+
+
 def layer(x, s=None, b=None, eps=1e-5, fast=False):
     """As Keras writes it: the factors first, and the mean with its sign changed."""
     f = up(x)
     m = mean(f)
-    variance = mean(f * f) - m * m if fast else mean(jnp.square(f - m))
-    factor = lax.rsqrt(variance + eps) * (1 if s is None else s)
+    squares = mean(f * f) - m * m if fast else mean(jnp.square(f - m))
+    factor = lax.rsqrt(squares + eps) * (1 if s is None else s)
     return (f * factor + (-m * factor + (0 if b is None else b))).astype(x.dtype)
 
 
@@ -100,7 +104,7 @@ FOUND = {
     "rms(x, 1 + s) @ w": "rms norm, identity",
     "(x * lax.rsqrt(mean(up(x) ** 2) + 1e-6)).astype(BF16) @ w": "rms norm, identity",
     "nn.standardize(up(x), epsilon=1e-5).astype(BF16) @ w": "layer norm, identity",
-    "((up(x) - mean(up(x))) / jnp.sqrt(jnp.var(up(x), -1, keepdims=True) + 1e-5))"
+    "((up(x) - mean(up(x))) / jnp.sqrt(variance(up(x)) + 1e-5))"
     ".astype(BF16) @ w": "layer norm, identity",
     "layer(x) @ w + z": "layer norm, identity",
     "layer(g, s, b) @ w": "bfloat16[16,16], layer norm, identity",
@@ -145,61 +149,49 @@ FOUND = {
     "jax.vmap(lambda x: layer(x, s, b) @ w)(x)": "layer norm, identity",
 }
 
-#: Programs that stay as they are.
-LEFT = {
-    # Other norms.
-    "layer(x, eps=0.0) @ w": "no number is added",
-    "((up(x) - mean(up(x))) / (jnp.std(up(x), -1, keepdims=True) + 1e-5)).astype(BF16) @ w": (
+#: Norms that are none of the op's, of rows `f` in float32.
+OTHER_NORMS = {
+    "(f - mean(f)) / (jnp.std(f, -1, keepdims=True) + 1e-5)": (
         "the number is added to the deviation"
     ),
-    "((up(x) - mean(up(x))) / jnp.sqrt(jnp.maximum(jnp.var(up(x), -1, keepdims=True), 1e-5)))"
-    ".astype(BF16) @ w": "the number is a bound",
-    "((up(x) - mean(up(x))) * lax.rsqrt(jnp.var(up(x), -1, keepdims=True, ddof=1) + 1e-5))"
-    ".astype(BF16) @ w": "the variance is divided by F - 1",
-    "((up(x) - up(x).mean(0)) * lax.rsqrt(jnp.var(up(x), 0) + 1e-5)).astype(BF16) @ w": (
-        "statistics of columns"
+    "(f - mean(f)) / jnp.sqrt(jnp.maximum(variance(f), 1e-5))": "the number is a bound",
+    "(f - mean(f)) * lax.rsqrt(variance(f, ddof=1) + 1e-5)": "the variance is divided by F - 1",
+    "(f - f.mean(0)) * lax.rsqrt(jnp.var(f, 0) + 1e-5)": "statistics of columns",
+    "f * lax.rsqrt(variance(f) + 1e-5)": "the mean is not subtracted",
+    "(f - mean(f)) * lax.rsqrt(mean(f**2) + 1e-5)": "the mean is in one place only",
+    "(f - 2 * mean(f)) * lax.rsqrt(variance(f) + 1e-5)": "twice the mean",
+    "f / jnp.sqrt(jnp.sum(f**2, -1, keepdims=True) + 1e-5)": "a sum in place of a mean",
+    "f * lax.rsqrt(mean(f**4) + 1e-5)": "another power",
+    "(f - mean(f)) * lax.rsqrt(mean(up(z) ** 2) + 1e-5)": "statistics of other rows",
+    "(f - mean(f)) * lax.rsqrt(mean((f * s - mean(f * s)) ** 2) + 1e-5)": (
+        "statistics of scaled rows"
     ),
+    "(f * s - mean(f * s)) * lax.rsqrt(mean((f - mean(f)) ** 2) + 1e-5)": "the mean of scaled rows",
+    "(lambda m: (f - m) * lax.rsqrt(mean(f * f) - m * m + 1e-5))(mean(f).sum(-1, keepdims=True) "
+    "/ F)": "a mean that is divided twice",
+    "(lambda v: f * lax.rsqrt(v + 1e-5) - mean(f) * lax.rsqrt(v + 1e-3))(variance(f))": (
+        "two numbers"
+    ),
+    "f * lax.rsqrt(jnp.maximum(1e-3, mean(f**2)) + 1e-5)": "a bound and a number",
+    "(lambda f: f * lax.rsqrt(mean(f * f) + 1e-6))(jnp.maximum(0, f))": "a relu before it",
+    "f * lax.rsqrt(mean(f * f * f) + 1e-5)": "a cube",
+    "f * f * lax.rsqrt(mean(f * f) + 1e-6) / f": "0 / 0",
+    "up(rms(x)) * lax.rsqrt(mean(f**2) + 1e-6) * f": "a square of it",
+    "(f - mean(f)) * mean(f) * lax.rsqrt(mean((f - mean(f)) ** 2) + 1e-5)": "times the mean",
+    "f * lax.rsqrt(mean(f**2) + 1e-6) ** 2": "divided twice",
+}
+#: Programs that stay as they are.
+LEFT = {
+    f"(lambda f: {norm})(up(x)).astype(BF16) @ w": reason for norm, reason in OTHER_NORMS.items()
+} | {
+    # Other norms.
+    "layer(x, eps=0.0) @ w": "no number is added",
     "nn.standardize(up(t), axis=(1, 2), epsilon=1e-5).astype(BF16) @ w": "statistics of two axes",
-    "(up(x) * lax.rsqrt(jnp.var(up(x), -1, keepdims=True) + 1e-5)).astype(BF16) @ w": (
-        "the mean is not subtracted"
-    ),
-    "((up(x) - mean(up(x))) * lax.rsqrt(mean(up(x) ** 2) + 1e-5)).astype(BF16) @ w": (
-        "the mean is in one place only"
-    ),
-    "((up(x) - 2 * mean(up(x))) * lax.rsqrt(jnp.var(up(x), -1, keepdims=True) + 1e-5))"
-    ".astype(BF16) @ w": "twice the mean",
-    "(up(x) / jnp.sqrt(jnp.sum(up(x) ** 2, -1, keepdims=True) + 1e-5)).astype(BF16) @ w": (
-        "a sum in place of a mean"
-    ),
-    "(up(x) * lax.rsqrt(mean(up(x) ** 4) + 1e-5)).astype(BF16) @ w": "another power",
-    "((up(x) - mean(up(x))) * lax.rsqrt(mean(up(z) ** 2) + 1e-5)).astype(BF16) @ w": (
-        "statistics of other rows"
-    ),
-    "((up(x) - mean(up(x))) * lax.rsqrt(mean((up(x) * s - mean(up(x) * s)) ** 2) + 1e-5))"
-    ".astype(BF16) @ w": "statistics of scaled rows",
-    "(up(g) * lax.rsqrt(jnp.mean(up(g) ** 2, -1) + 1e-5)).astype(BF16) @ w": "the same",
+    "(up(g) * lax.rsqrt(jnp.mean(up(g) ** 2, -1) + 1e-5)).astype(BF16) @ w": "a row of statistics",
     "(up(g) * lax.rsqrt(jnp.broadcast_to(jnp.mean(up(g) ** 2, -1), g.shape) + 1e-5))"
     ".astype(BF16) @ w": "the same",
     "(lambda f: (f - f.mean(0)[:, None]) * lax.rsqrt(((f - f.mean(0)[:, None]) ** 2)"
     ".mean(0)[:, None] + 1e-5))(up(g)).astype(BF16) @ w": "statistics of columns of a square",
-    "(lambda f: (f * s - mean(f * s)) * lax.rsqrt(mean((f - mean(f)) ** 2) + 1e-5))(up(x))"
-    ".astype(BF16) @ w": "the mean of scaled rows",
-    "(lambda f, m: (f - m) * lax.rsqrt(mean(f * f) - m * m + 1e-5))(up(x), "
-    "mean(up(x)).sum(-1, keepdims=True) / F).astype(BF16) @ w": "a mean that is divided twice",
-    "(lambda f, v: f * lax.rsqrt(v + 1e-5) - mean(f) * lax.rsqrt(v + 1e-3))(up(x), "
-    "jnp.var(up(x), -1, keepdims=True)).astype(BF16) @ w": "two numbers",
-    "(up(x) * lax.rsqrt(jnp.maximum(1e-3, mean(up(x) ** 2)) + 1e-5)).astype(BF16) @ w": (
-        "a bound and a number"
-    ),
-    "(lambda f: f * lax.rsqrt(mean(f * f) + 1e-6))(jnp.maximum(0, up(x))).astype(BF16) @ w": (
-        "a relu before it"
-    ),
-    "(up(x) * lax.rsqrt(mean(up(x) * up(x) * up(x)) + 1e-5)).astype(BF16) @ w": "a cube",
-    "(lambda f: f * f * lax.rsqrt(mean(f * f) + 1e-6) / f)(up(x)).astype(BF16) @ w": "0 / 0",
-    "(up(rms(x)) * lax.rsqrt(mean(up(x) ** 2) + 1e-6) * up(x)).astype(BF16) @ w": "a square of it",
-    "(lambda f: (f - mean(f)) * mean(f) * lax.rsqrt(mean((f - mean(f)) ** 2) + 1e-5))(up(x))"
-    ".astype(BF16) @ w": "times the mean",
-    "(up(x) * lax.rsqrt(mean(up(x) ** 2) + 1e-6) ** 2).astype(BF16) @ w": "divided twice",
     "([y := up(x)], [y := y * y + y for _ in range(12)], y.astype(BF16) @ w)[2]": "4,096 terms",
     "(2 * layer(x)) @ w": "twice the norm",
     "(layer(x) + 1) @ w": "a number is added",
@@ -215,7 +207,7 @@ LEFT = {
     "((x - mean(x)) * lax.rsqrt(jnp.mean((x - mean(x)) ** 2, -1, keepdims=True) + 1e-5)) @ w": (
         "statistics of 16 bits"
     ),
-    "((up(x) - mean(up(x)).astype(BF16)) * lax.rsqrt(jnp.var(up(x), -1, keepdims=True) + 1e-5))"
+    "((up(x) - mean(up(x)).astype(BF16)) * lax.rsqrt(variance(up(x)) + 1e-5))"
     ".astype(BF16) @ w": "a rounded mean",
     # Other readers of the normalised rows.
     "(lambda y: (y, y @ w))(layer(x, s, b))": "the function returns them",

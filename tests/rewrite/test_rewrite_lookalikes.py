@@ -17,7 +17,7 @@ from jax.experimental import checkify
 from lookalike_grammar import draw
 from lookalike_rows import ROW_STEPS, SOURCES, draw_lookup, step_of
 from lookalikes import ATTENTION, LOOKUPS, MIXED
-from rounding_rule import AS_WRITTEN, Case, describe, faults, pullback
+from rounding_rule import AS_WRITTEN, Case, assert_same, describe, faults, pullback
 
 import ikbo_jax as ikbo
 
@@ -40,16 +40,14 @@ def test_a_drawn_program_stays_what_it_is(first: int) -> None:
 def test_a_drawn_program_stays_what_it_is_when_compiled() -> None:
     """XLA instead of NumPy, for some."""
     numbers = random.Random(0).sample(range(EXAMPLES), min(12, EXAMPLES))
-    found = faults([draw(number) for number in numbers], compiled=True)
-    assert not found, describe(found)
+    assert_same([draw(number) for number in numbers], compiled=True)
 
 
 @pytest.mark.parametrize("source", SOURCES)
 def test_every_step_from_every_source(source: str) -> None:
     """Each step rewritten by itself; most gain something."""
     cases = [step_of(source, step) for step in ROW_STEPS]
-    found = faults(cases)
-    assert not found, describe(found)
+    assert_same(cases)
     notes = [ikbo.explain(ikbo.rewrite(case.fn), *case.args).notes for case in cases]
     assert sum(note.changed for (note,) in notes) >= (58 if source == "one" else 74)
 

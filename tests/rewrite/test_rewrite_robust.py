@@ -133,10 +133,7 @@ RAISED = "the rule of sin raised"
 @pytest.mark.parametrize(
     ("rule", "reason"),
     [
-        (
-            raising(ZeroDivisionError("a message")),
-            f"{RAISED} ZeroDivisionError: a message",
-        ),
+        (raising(ZeroDivisionError("a message")), f"{RAISED} ZeroDivisionError: a message"),
         (raising(AssertionError()), f"{RAISED} AssertionError"),
         (raising(TypeError("")), f"{RAISED} TypeError"),
         (lambda ctx, eqn, x: x.base[:1], f"{RAISED} ValueError: it returned float32[1, 4]"),

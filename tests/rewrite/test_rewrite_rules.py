@@ -294,9 +294,7 @@ def test_a_position_out_of_bounds_fills_every_row(position: int, rows: int) -> N
 @pytest.mark.parametrize("mode", ["clip", None])
 def test_the_same_index_twice_is_one_lookup(mode: str | None) -> None:
     """Also if it is out of bounds, where one of the operands alone is filled."""
-    outside = np.array(INDEX)
-    outside[0] = 99
-    index = INDEX if mode else outside
+    index = INDEX if mode else INDEX.at[0].set(99)
 
     def fn(user, deep):
         return jnp.sin(user[index] * jnp.take(deep, index, axis=0, mode=mode)[:, 0])
@@ -342,8 +340,7 @@ def test_a_lookup_in_what_was_looked_up_is_one_lookup() -> None:
 
 def test_lookups_by_fill_in_what_was_looked_up() -> None:
     parent = jnp.asarray([0, 5, 1, 0], jnp.int32)
-    outside = np.array(INDEX)
-    outside[0] = 99
+    outside = INDEX.at[0].set(99)
 
     def fn(request):
         return jnp.take(jnp.take(request, parent, axis=0), outside, axis=0) @ W

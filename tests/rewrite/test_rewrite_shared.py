@@ -9,19 +9,8 @@ import layout_sequences
 import numpy as np
 import pytest
 from layout_table import S, arrays
+from lookalikes import with_slope
 from rewrite_basics import ARGS, D, check, equations, gradients_by_all, report_of, without_costs
-
-
-def with_slope(function: Any, slope: float) -> Any:
-    """A function with another derivative than its own."""
-    wrapped = jax.custom_jvp(lambda x: function(x))
-
-    @wrapped.defjvp
-    def derivative(primals: Any, tangents: Any) -> Any:
-        return wrapped(*primals), tangents[0] * slope
-
-    return wrapped
-
 
 DOUBLE = functools.partial(with_slope, lambda x: x * 2)
 #: This one is not elementwise.
@@ -77,12 +66,8 @@ def is_layer(eqn: Any) -> bool:
 def check_calls(make: Any, args: Any, programs: int, calls: int, wrapper: Any = jax.jit) -> None:
     """Checks a function of jitted layers: the report is that of the same layers in place.
 
-    Args:
-      make: takes `jax.jit` or another wrapper of a layer; returns the function.
-      args: its arguments.
-      programs: how many programs all calls of `layer` in the rewritten function share.
-      calls: how many such calls there are.
-      wrapper: `jax.jit` or `jax.checkpoint`.
+    `make` takes the wrapper of a layer and returns the function. In the rewritten function, so many
+    `calls` of `layer` share so many `programs`.
     """
     jitted, in_place = make(wrapper), make(lambda layer: layer)
     found = [e.params["jaxpr"] for e in equations(jitted, *args) if is_layer(e)]

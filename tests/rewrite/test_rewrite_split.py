@@ -24,13 +24,8 @@ def normal(*shape: int) -> jax.Array:
     return jnp.asarray(RNG.standard_normal(shape, np.float32))
 
 
-USER, HISTORY, CAND, W, W2 = (
-    normal(U, D),
-    normal(U, S, D),
-    normal(R, T, D),
-    normal(D, H),
-    normal(H, D),
-)
+USER, HISTORY, CAND = normal(U, D), normal(U, S, D), normal(R, T, D)
+W, W2 = normal(D, H), normal(H, D)
 IDS, TABLE = jnp.asarray(RNG.integers(0, 90, (U, S))), normal(90, D)
 
 SPELLINGS: dict[str, Callable[[Any, Any], Any]] = {

@@ -53,6 +53,15 @@ def until(condition: Callable[[], object], limit_s: float) -> bool:
     return bool(found)
 
 
+def is_alive(pid: int) -> bool:
+    """Whether there is such a process that has not ended."""
+    try:
+        state = pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return False
+    return state != "Z"
+
+
 def processes_with(variable: str, value: str) -> dict[int, str]:
     """Returns the commands of all processes whose environment has a variable, by process id.
 

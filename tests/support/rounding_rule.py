@@ -287,7 +287,7 @@ def describe(found: dict[str, str]) -> str:
     return "\n\n".join(f"{name}\n=> {fault}" for name, fault in found.items())
 
 
-def assert_same(cases: Sequence[Case]) -> None:
+def assert_same(cases: Sequence[Case], *, compiled: bool = False) -> None:
     """Fails if a rewritten program breaks the rule, with the text of each that does."""
-    found = faults(cases)
+    found = faults(cases, compiled=compiled)
     assert not found, f"{len(found)} of {len(cases)} programs\n\n{describe(found)}"

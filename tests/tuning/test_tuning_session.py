@@ -6,7 +6,6 @@ import dataclasses
 import io
 import json
 import os
-import pathlib
 import signal
 import subprocess
 import sys
@@ -19,7 +18,7 @@ import jax
 import pytest
 from fake_tuning import LINEAR as DEFAULT
 from fake_tuning import QUICK
-from processes import until
+from processes import is_alive, until
 
 from ikbo_jax._timing import device_time
 from ikbo_jax.autotuner import bench, session, worker
@@ -351,15 +350,7 @@ worker.main()
         process.stdout.close()
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-    assert until(lambda: not _is_alive(int(child.read_text())), 20)
-
-
-def _is_alive(pid: int) -> bool:
-    try:
-        state = pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except FileNotFoundError:
-        return False
-    return state != "Z"
+    assert until(lambda: not is_alive(int(child.read_text())), 20)
 
 
 def test_events_are_marked_lines(monkeypatch, capsys):
