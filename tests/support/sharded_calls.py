@@ -1,6 +1,7 @@
 """Calls of ops on arrays that are divided over the devices of a mesh, and what programs move."""
 
 import functools
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -363,7 +364,8 @@ def on_mesh(
 
 
 def mesh_of(name: str, kind: str) -> jax.sharding.Mesh:
-    """A mesh, named by its sizes as in "4x2", with axes "x", "y" and "z"."""
+    """A mesh of CPUs, named by its sizes as in "4x2", with axes "x", "y" and "z"."""
     shape = tuple(map(int, name.split("x")))
     axes = tuple("xyz"[: len(shape)])
-    return jax.make_mesh(shape, axes, axis_types=(KINDS[kind],) * len(shape))
+    devices = jax.devices("cpu")[: math.prod(shape)]
+    return jax.make_mesh(shape, axes, axis_types=(KINDS[kind],) * len(shape), devices=devices)
