@@ -1,7 +1,6 @@
 """The public ops on the XLA path, and the way to the kernel: values, gradients, memory, NaN."""
 
 import collections
-import functools
 import math
 import re
 from typing import Any
@@ -276,8 +275,9 @@ ARRAYS = (INPUTS.e_cand, INPUTS.e_user, INPUTS.cand_to_user)
 DTYPES = ("bfloat16", "float16", "float32")
 
 
-#: Holds arrays of two trees to the same bits, shapes and dtypes.
-assert_same = functools.partial(chex.assert_trees_all_equal, strict=True)
+def assert_same(found: Any, expected: Any) -> None:
+    chex.assert_trees_all_equal_dtypes(found, expected)  # a strict comparison takes bf16 for f32
+    chex.assert_trees_all_equal(found, expected, strict=True)
 
 
 def loss(w_cand: Any, w_user: Any, *arrays: Any) -> jax.Array:
