@@ -281,13 +281,8 @@ def test_the_op_takes_its_gradient_from_the_kernel(name):
     *arrays, index, lengths = problems.make_attention_inputs(shape)
 
     def attend(implementation, *arrays):
-        return ikbo.attention(
-            *arrays,
-            index,
-            key_value_seq_lengths=lengths,
-            return_residuals=True,
-            implementation=implementation,
-        )
+        options = {"key_value_seq_lengths": lengths, "return_residuals": True}
+        return ikbo.attention(*arrays, index, **options, implementation=implementation)
 
     (plan,) = ikbo.explain(functools.partial(attend, "mosaic_gpu"), *arrays).plans
     assert plan.backward.startswith("mosaic_gpu, ")
