@@ -27,7 +27,7 @@ from ikbo_jax.pallas.gdpa_backward import softmax
 from ikbo_jax.pallas.worklist import by_xla
 from ikbo_jax.pallas.worklist.lists import Works
 from ikbo_jax.problems import GdpaBackwardConfig, gdpa_backward
-from ikbo_jax.reference import gdpa_chunked, gdpa_chunked_vjp, hstu
+from ikbo_jax.reference import gdpa_chunked_vjp, hstu
 from ikbo_jax.reference.gdpa import Arrays, Settings
 
 pytestmark = [pytest.mark.usefixtures("on_cpu"), pytest.mark.slow]
@@ -205,12 +205,7 @@ def gradients(arrays: Arrays, case: Case, rule: Any = None) -> tuple[jax.Array, 
     return jax.block_until_ready(run(arrays, d_out, *residuals))
 
 
-@functools.partial(jax.jit, static_argnums=1)
-def forward(arrays: Arrays, settings: Settings) -> tuple[jax.Array | None, jax.Array | None]:
-    """What the gradient of a softmax needs of the forward pass."""
-    if "softmax" not in settings.activations:
-        return None, None
-    return gdpa_chunked.chunked(arrays, settings)
+forward = jax.jit(problems_gdpa.residuals, static_argnums=1)
 
 
 # One program instead of one for each operation; its conversions round.
