@@ -103,17 +103,9 @@ def _forward(inputs: Any, scale: float) -> tuple[jax.Array, jax.Array]:
 def make_gradients(shape: Shape, config: Config, **options: Any) -> Any:
     """A compiled function of inputs and tensors."""
     assert config.illegal_reason(problem_of(shape, "bfloat16")) is None
-    return jax.jit(
-        lambda inputs, tensors: attention_backward_kernel(
-            *inputs,
-            *tensors,
-            scale=shape.head_dim**-0.5,
-            indices_are_sorted=shape.index == "sorted",
-            config=config,
-            num_sms=dispatch.num_sms(),
-            **options,
-        )
-    )
+    options |= {"scale": shape.head_dim**-0.5, "indices_are_sorted": shape.index == "sorted"}
+    run = functools.partial(attention_backward_kernel, num_sms=dispatch.num_sms(), **options)
+    return jax.jit(lambda inputs, tensors: run(*inputs, *tensors, config=config))
 
 
 # Compiled whole: operation by operation, a GPU takes half a minute for every new shape.

@@ -186,23 +186,12 @@ def gradients(arrays: Arrays, case: Case, rule: Any = None) -> tuple[jax.Array, 
     """Runs both kernels of a case on arrays that have the mask's intervals, or also its rule."""
     settings = case.settings._replace(rule=rule)
     d_out = problems_gdpa.cotangent(arrays, settings)
-    residuals = forward(arrays, settings)
-
+    out, lse = forward(arrays, settings)
+    options: dict[str, Any] = {"num_sms": case.num_sms, "config": case.config}
+    options["dtype"] = "float32" if case.is_wide else None
     # One program instead of one for each operation.
-    @jax.jit
-    def run(arrays: Arrays, d_out: jax.Array, out: Any, lse: Any) -> tuple[jax.Array, ...]:
-        return op.kernel_vjp(
-            arrays,
-            settings,
-            d_out,
-            out=out,
-            lse=lse,
-            num_sms=case.num_sms,
-            config=case.config,
-            dtype="float32" if case.is_wide else None,
-        )
-
-    return jax.block_until_ready(run(arrays, d_out, *residuals))
+    run = jax.jit(functools.partial(op.kernel_vjp, settings=settings, **options))
+    return jax.block_until_ready(run(arrays, d_out=d_out, out=out, lse=lse))
 
 
 forward = jax.jit(problems_gdpa.residuals, static_argnums=1)
