@@ -44,11 +44,8 @@ def check(shape: Shape, case: problems_masks.Case, activation: Any, **options: A
     arrays, settings = make(shape, activation, options.pop("dtype", "bfloat16"))
     exact = problems_gdpa.numpy_oracle(arrays, settings, case.rule)
     plain = attend(arrays, case.mask, activation=activation, implementation="xla")
-    run = jax.jit(
-        lambda x, mask: attend(
-            x, mask, activation=activation, implementation="mosaic_gpu", **options
-        )
-    )
+    options |= {"activation": activation, "implementation": "mosaic_gpu"}
+    run = jax.jit(functools.partial(attend, **options))
     out = on_gpu.assert_repeats(run, (arrays, case.mask), 1)
     problems.assert_within_error_rule(out, exact, plain)
 
