@@ -25,7 +25,6 @@ import test_interpret_linear_compression_backward as linear_compression_backward
 import test_interpret_norm_linear as norm_linear
 import test_interpret_small_compression as small_compression
 
-from ikbo_jax.pallas.attention_backward.kernel import attention_backward_kernel
 from ikbo_jax.problems import ShortGdpaConfig
 
 ATTENTION_BACKWARD = attention_backward.CASES | attention_backward.ADDED_BY_LAUNCH
@@ -34,15 +33,7 @@ ATTENTION_BACKWARD = attention_backward.CASES | attention_backward.ADDED_BY_LAUN
 def check_backward(case: attention_backward.Case, *, num_sms: int = 6) -> None:
     """Runs the launches of a gradient of attention, and holds it to the error rule."""
     inputs, tensors = attention_backward.make(case)
-    results = attention_backward_kernel(
-        *inputs,
-        *tensors,
-        **case.of_scores,
-        indices_are_sorted=case.shape.index == "sorted",
-        config=case.config,
-        num_sms=num_sms,
-        dtype=case.sum_dtype,
-    )
+    results = attention_backward.gradients.__wrapped__(inputs, tensors, case, num_sms)
     attention_backward.assert_correct(results, inputs, tensors, case)
 
 

@@ -9,9 +9,9 @@ import numpy as np
 import oracle_attention
 import problems
 import pytest
+from attention_basics import attend
 from problems_look_up import draw_index
 
-import ikbo_jax
 from ikbo_jax.ops import attention, dispatch
 from ikbo_jax.pallas.attention_backward import statistics
 from ikbo_jax.pallas.worklist import counted_order
@@ -74,15 +74,8 @@ def test_emulated_op_and_gradient(name, sm90, monkeypatch) -> None:
     d_out = problems.random_array(np.random.default_rng(1), inputs.query.shape, dtype)
 
     def run(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
-        return ikbo_jax.attention(
-            query,
-            key,
-            value,
-            inputs.cand_to_user,
-            key_value_seq_lengths=inputs.key_value_seq_lengths,
-            indices_are_sorted=index != "unsorted",
-            implementation="mosaic_gpu",
-        )
+        arrays = inputs._replace(query=query, key=key, value=value)
+        return attend(arrays, indices_are_sorted=index != "unsorted", implementation="mosaic_gpu")
 
     attention._OP.jitted.clear_cache()
     with sm90.emulated(0) as launched:
@@ -111,7 +104,7 @@ def test_emulated_op_reads_queries_of_whole_tiles_in_place(sm90, monkeypatch) ->
     inputs = problems.make_attention_inputs(shape, "bfloat16")
     attention._OP.jitted.clear_cache()
     with sm90.emulated(0) as launched:
-        out = ikbo_jax.attention(*inputs[:4], implementation="mosaic_gpu").block_until_ready()
+        out = attend(inputs, implementation="mosaic_gpu").block_until_ready()
     attention._OP.jitted.clear_cache()
     kinds = "user_order", "attention"
     assert launched == [f"ikbo_{kind}_mosaic_gpu_kernel" for kind in kinds]

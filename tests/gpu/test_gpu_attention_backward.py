@@ -103,17 +103,9 @@ def _forward(inputs: Any, scale: float) -> tuple[jax.Array, jax.Array]:
 def make_gradients(shape: Shape, config: Config, **options: Any) -> Any:
     """A compiled function of inputs and tensors."""
     assert config.illegal_reason(problem_of(shape, "bfloat16")) is None
-    return jax.jit(
-        lambda inputs, tensors: attention_backward_kernel(
-            *inputs,
-            *tensors,
-            scale=shape.head_dim**-0.5,
-            indices_are_sorted=shape.index == "sorted",
-            config=config,
-            num_sms=dispatch.num_sms(),
-            **options,
-        )
-    )
+    options |= {"scale": shape.head_dim**-0.5, "indices_are_sorted": shape.index == "sorted"}
+    run = functools.partial(attention_backward_kernel, num_sms=dispatch.num_sms(), **options)
+    return jax.jit(lambda inputs, tensors: run(*inputs, *tensors, config=config))
 
 
 # Compiled whole: operation by operation, a GPU takes half a minute for every new shape.
@@ -281,13 +273,8 @@ def test_the_op_takes_its_gradient_from_the_kernel(name):
     *arrays, index, lengths = problems.make_attention_inputs(shape)
 
     def attend(implementation, *arrays):
-        return ikbo.attention(
-            *arrays,
-            index,
-            key_value_seq_lengths=lengths,
-            return_residuals=True,
-            implementation=implementation,
-        )
+        options = {"key_value_seq_lengths": lengths, "return_residuals": True}
+        return ikbo.attention(*arrays, index, **options, implementation=implementation)
 
     (plan,) = ikbo.explain(functools.partial(attend, "mosaic_gpu"), *arrays).plans
     assert plan.backward.startswith("mosaic_gpu, ")

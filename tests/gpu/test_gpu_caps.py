@@ -94,13 +94,8 @@ def test_nan_of_a_candidate_and_past_a_length_stays_there(q_len: int, q_heads: i
 
     @jax.jit
     def both(query: Any, key: Any, value: Any) -> Any:
-        run = functools.partial(
-            ikbo.attention,
-            cand_to_user=index,
-            key_value_seq_lengths=lengths,
-            logit_cap=LOGIT_CAP,
-            implementation="mosaic_gpu",
-        )
+        options = {"cand_to_user": index, "key_value_seq_lengths": lengths, "logit_cap": LOGIT_CAP}
+        run = functools.partial(ikbo.attention, implementation="mosaic_gpu", **options)
         out, pull = jax.vjp(run, query, key, value)
         return out, pull(d_out)[0]
 

@@ -78,13 +78,8 @@ SHAPES = {
 
 
 def run(arrays: reference.Arrays, settings: reference.Settings, **options) -> jax.Array:
-    return ikbo.gdpa(
-        *arrays[:5],
-        q_to_kv=arrays.q_to_kv,
-        **settings.options,
-        implementation="mosaic_gpu",
-        **options,
-    )
+    options = {**settings.options, "implementation": "mosaic_gpu", **options}
+    return problems_gdpa.attend(arrays, **options)
 
 
 # Compiled whole: operation by operation, a GPU takes half a minute for every new shape.

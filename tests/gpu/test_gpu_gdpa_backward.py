@@ -21,7 +21,7 @@ from ikbo_jax.pallas.worklist import works
 from ikbo_jax.problems import GdpaBackwardConfig, gdpa_backward
 from ikbo_jax.problems.gdpa_backward import HEAD_DIMS
 from ikbo_jax.reference import gdpa as reference
-from ikbo_jax.reference import gdpa_chunked, gdpa_chunked_vjp
+from ikbo_jax.reference import gdpa_chunked_vjp
 from ikbo_jax.reference.gdpa import Arrays, Settings
 
 pytestmark = pytest.mark.gpu
@@ -51,17 +51,10 @@ def make_gradients(arrays: Arrays, settings: Settings, **options):
     run = functools.partial(op.kernel_vjp, settings=settings, num_sms=dispatch.num_sms(), **options)
 
     def both(arrays: Arrays, d_out: jax.Array) -> tuple:
-        out, lse = residuals(arrays, settings)
+        out, lse = problems_gdpa.residuals(arrays, settings)
         return run(arrays, d_out=d_out, out=out, lse=lse)
 
     return jax.jit(both)
-
-
-def residuals(arrays: Arrays, settings: Settings) -> tuple:
-    """What the gradient of a softmax needs of the forward pass, by XLA."""
-    if "softmax" not in settings.activations:
-        return None, None
-    return gdpa_chunked.chunked(arrays, settings)
 
 
 def gradients(arrays: Arrays, settings: Settings, d_out: jax.Array, **options) -> tuple:

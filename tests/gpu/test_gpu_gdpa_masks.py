@@ -13,7 +13,6 @@ import pytest
 from problems_gdpa import ACTIVATIONS, Shape
 from problems_masks import attend
 from test_gpu_gdpa import make
-from test_gpu_gdpa_backward import residuals
 
 from ikbo_jax.ops import dispatch, gdpa_mask
 from ikbo_jax.ops import gdpa_backward as op
@@ -45,11 +44,8 @@ def check(shape: Shape, case: problems_masks.Case, activation: Any, **options: A
     arrays, settings = make(shape, activation, options.pop("dtype", "bfloat16"))
     exact = problems_gdpa.numpy_oracle(arrays, settings, case.rule)
     plain = attend(arrays, case.mask, activation=activation, implementation="xla")
-    run = jax.jit(
-        lambda x, mask: attend(
-            x, mask, activation=activation, implementation="mosaic_gpu", **options
-        )
-    )
+    options |= {"activation": activation, "implementation": "mosaic_gpu"}
+    run = jax.jit(functools.partial(attend, **options))
     out = on_gpu.assert_repeats(run, (arrays, case.mask), 1)
     problems.assert_within_error_rule(out, exact, plain)
 
@@ -121,7 +117,7 @@ def check_gradients(shape, case, activation, dtype="bfloat16") -> None:
         ours = kernels(arrays, d_out=d_out, out=out, lse=lse)
         return ours, gdpa_chunked_vjp.chunked_vjp(arrays, settings, d_out)
 
-    inputs = masked, d_out, *residuals(masked, settings)
+    inputs = masked, d_out, *problems_gdpa.residuals(masked, settings)
     found, plain = run(*inputs)
     again, _ = run(*inputs)
     exact = problems_gdpa.numpy_gradients(arrays, settings, d_out, case.rule)

@@ -1,15 +1,15 @@
 """The kernels on two or more Hopper GPUs: values, gradients, layouts, no traffic."""
 
 import functools
-import re
 
 import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from sharded_calls import KINDS, collectives, on
 
 import ikbo_jax as ikbo
 
@@ -20,7 +20,6 @@ BF16 = jnp.bfloat16
 #: Two roundings of bfloat16, relative to the largest value: a part may have another configuration,
 #: and so another order of sums.
 ROUNDING = 2.0**-7
-COLLECTIVE = re.compile(r" (all-\w+|collective-permute|reduce-scatter)(?:-start)?\(")
 
 
 #: The ops on their arrays; the last one of attention are lengths, of gdpa the index.
@@ -63,12 +62,6 @@ def inputs(name: str):
 OPS = {"attention": attend, "linear_compression": compress, "gdpa": act}
 
 
-def put(mesh, arrays, specs):
-    return tuple(
-        jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in zip(arrays, specs, strict=True)
-    )
-
-
 def value_and_gradients(op, floats, ints):
     def loss(floats):
         out = op(*floats, *ints)
@@ -94,32 +87,31 @@ def devices():
     return found
 
 
-@pytest.mark.parametrize("kind", ["auto", "explicit"])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", OPS)
 def test_plain_jit(name, kind):
-    axis = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}[kind]
-    mesh = jax.make_mesh((len(devices()),), ("x",), axis_types=(axis,))
+    mesh = jax.make_mesh((len(devices()),), ("x",), axis_types=(KINDS[kind],))
     op = OPS[name]
     floats, ints, float_specs, int_specs = inputs(name)
     expected = jax.jit(functools.partial(value_and_gradients, op))(floats, ints)
-    args = put(mesh, floats, float_specs), put(mesh, ints, int_specs)
+    args = on(mesh, floats, float_specs), on(mesh, ints, int_specs)
     out, gradients = jax.jit(functools.partial(value_and_gradients, op))(*args)
     assert_close((out, gradients), expected)
     assert out.sharding.is_equivalent_to(NamedSharding(mesh, P("x")), out.ndim)
     text = jax.jit(lambda floats, ints: op(*floats, *ints)).lower(*args).compile().as_text()
     assert "mosaic_gpu" in text
-    assert not COLLECTIVE.findall(text)
+    assert not collectives(text)
     assert "over 'x'" in str(ikbo.explain(lambda f, i: op(*f, *i), *args))
 
 
 @pytest.mark.parametrize("name", ["attention", "linear_compression"])
 def test_shard_map_with_its_defaults(name):
-    mesh = jax.make_mesh((len(devices()),), ("x",), axis_types=(AxisType.Auto,))
+    mesh = jax.make_mesh((len(devices()),), ("x",), axis_types=(KINDS["auto"],))
     op = OPS[name]
     floats, ints, float_specs, int_specs = inputs(name)
     expected = jax.jit(functools.partial(value_and_gradients, op))(floats, ints)
     mapped = jax.shard_map(op, mesh=mesh, in_specs=(*float_specs, *int_specs), out_specs=P("x"))
-    args = put(mesh, floats, float_specs), put(mesh, ints, int_specs)
+    args = on(mesh, floats, float_specs), on(mesh, ints, int_specs)
     assert_close(jax.jit(functools.partial(value_and_gradients, mapped))(*args), expected)
 
 
@@ -127,7 +119,7 @@ def test_every_device_gets_the_same_results_again():
     """Results of ten launches are equal to the bit."""
     mesh = jax.make_mesh((len(devices()),), ("x",))
     floats, ints, float_specs, int_specs = inputs("attention")
-    args = (*put(mesh, floats, float_specs), *put(mesh, ints, int_specs))
+    args = (*on(mesh, floats, float_specs), *on(mesh, ints, int_specs))
     fn = jax.jit(attend)
     first = fn(*args)
     for _ in range(10):

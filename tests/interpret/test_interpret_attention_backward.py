@@ -189,15 +189,18 @@ def make(case: Case) -> tuple[AttentionInputs, tuple[Any, ...]]:
     return inputs, (out, lse, d_out, d_lse)
 
 
-@functools.partial(jax.jit, static_argnums=2)  # one program instead of one for each operation
-def gradients(inputs: AttentionInputs, tensors: tuple[Any, ...], case: Case) -> Any:
+# One program instead of one for each operation.
+@functools.partial(jax.jit, static_argnums=(2, 3))
+def gradients(
+    inputs: AttentionInputs, tensors: tuple[Any, ...], case: Case, num_sms: int = 1
+) -> Any:
     return attention_backward_kernel(
         *inputs,
         *tensors,
         **case.of_scores,
         indices_are_sorted=case.shape.index == "sorted",
         config=case.config,
-        num_sms=1,
+        num_sms=num_sms,
         dtype=case.sum_dtype,
     )
 

@@ -59,6 +59,8 @@ class Case(IndexedAttention):
     is_crowded: bool = False
 
 
+listed = functools.partial(Case, lists=True)
+beyond_cache = functools.partial(Case, exceeds_cache=True)
 CASES = {
     # One block, several blocks (odd and even numbers), a partial last block.
     "one_block": Case((0, 0, 1), 5),
@@ -117,42 +119,30 @@ CASES = {
     "falling": Case(tuple(range(39, -1, -1)), 20, users=40),
     # CTAs list their candidates: several tiles of a user, users without candidates, grouped heads,
     # splits, both consumers' rows, indices out of range.
-    "listed": Case((1, 0, 0, 2, 1, 0, 0), 40, users=3, q_len=2, num_sms=2, lists=True),
+    "listed": listed((1, 0, 0, 2, 1, 0, 0), 40, users=3, q_len=2, num_sms=2),
     # The ranges end before the second block, which was loaded while candidates were listed.
-    "listed_ranges_within_a_block": Case((1, 0, 0), 40, lists=True, has_ranges=True),
-    "listed_one_block": Case((2, 0, -3, 2, 9, 0), 9, users=4, num_sms=3, lists=True),
-    "listed_lengths_gqa_h96": Case(
-        (3, 0, 1, 1, 3, 0),
-        60,
-        q_len=3,
-        heads=(8, 2),
-        head_dim=96,
-        lengths=(60, 0, 7, 33),
-        lists=True,
+    "listed_ranges_within_a_block": listed((1, 0, 0), 40, has_ranges=True),
+    "listed_one_block": listed((2, 0, -3, 2, 9, 0), 9, users=4, num_sms=3),
+    "listed_lengths_gqa_h96": listed(
+        (3, 0, 1, 1, 3, 0), 60, q_len=3, heads=(8, 2), head_dim=96, lengths=(60, 0, 7, 33)
     ),
-    "listed_more_than_a_tile": Case((1, 0, 0) * 50, 40, num_sms=2, lists=True),
-    "listed_wide": Case(
-        (1, 0, 0) * 45, 50, q_len=1, config=WIDE, lengths=(37, 20), num_sms=2, lists=True
-    ),
-    "listed_split": Case((1, 0, 2, 0), 75, users=4, config=SPLIT, num_sms=3, lists=True),
-    "listed_queries_across_tiles": Case(
-        (1, 0) * 30, 20, q_len=3, config=WIDE, heads=(2, 1), lists=True
-    ),
+    "listed_more_than_a_tile": listed((1, 0, 0) * 50, 40, num_sms=2),
+    "listed_wide": listed((1, 0, 0) * 45, 50, config=WIDE, lengths=(37, 20), num_sms=2),
+    "listed_split": listed((1, 0, 2, 0), 75, users=4, config=SPLIT, num_sms=3),
+    "listed_queries_across_tiles": listed((1, 0) * 30, 20, q_len=3, config=WIDE, heads=(2, 1)),
     # One listing serves several heads: all of them, some, grouped ones; users without candidates,
     # and ones with more than their slots have; parts of the keys, some of them without keys.
-    "listed_bundles": Case(
-        (1, 0, 5, 2, 1, -3, 0), 40, users=5, q_len=2, heads=(4, 4), lists=True, bundle=4
+    "listed_bundles": listed((1, 0, 5, 2, 1, -3, 0), 40, users=5, q_len=2, heads=(4, 4), bundle=4),
+    "listed_bundles_of_half_one_block": listed(
+        (2, 0, 1, 1, 0, 2), 9, users=4, heads=(4, 4), num_sms=3, bundle=2
     ),
-    "listed_bundles_of_half_one_block": Case(
-        (2, 0, 1, 1, 0, 2), 9, users=4, heads=(4, 4), num_sms=3, lists=True, bundle=2
+    "listed_bundles_more_than_a_tile": listed(
+        (1, 0, 0) * 50, 40, users=3, heads=(2, 2), num_sms=2, bundle=2
     ),
-    "listed_bundles_more_than_a_tile": Case(
-        (1, 0, 0) * 50, 40, users=3, heads=(2, 2), num_sms=2, lists=True, bundle=2
+    "listed_bundles_one_user_has_all": listed(
+        (2,) * 290, 20, users=4, heads=(2, 2), num_sms=3, bundle=2
     ),
-    "listed_bundles_one_user_has_all": Case(
-        (2,) * 290, 20, users=4, heads=(2, 2), num_sms=3, lists=True, bundle=2
-    ),
-    "listed_bundles_split_gqa_lengths": Case(
+    "listed_bundles_split_gqa_lengths": listed(
         (3, 1, 1, 0, 3, 1),
         90,
         q_len=3,
@@ -160,53 +150,31 @@ CASES = {
         lengths=(0, 90, 20, 60),
         config=SPLIT,
         num_sms=3,
-        lists=True,
         bundle=2,
     ),
-    "listed_bundles_wide_lengths": Case(
-        (1, 0, 0) * 45,
-        50,
-        heads=(3, 3),
-        config=WIDE,
-        lengths=(37, 0),
-        num_sms=1,
-        lists=True,
-        bundle=3,
+    "listed_bundles_wide_lengths": listed(
+        (1, 0, 0) * 45, 50, heads=(3, 3), config=WIDE, lengths=(37, 0), bundle=3
     ),
     # Users without candidates have items without blocks.
-    "listed_users_without_candidates": Case((4, 1, 1, 4, 6), 75, users=8, lists=True),
+    "listed_users_without_candidates": listed((4, 1, 1, 4, 6), 75, users=8),
     # A user's row slots are neighbours: fewer and more of them than users, some empty, heads that a
     # CTA takes together, parts of the keys, an index that is not sorted.
-    "neighbours": Case(
-        (0,) * 9 + (1,) * 30 + (3,) * 12 + (4,) * 20,
-        20,
-        users=6,
-        q_len=5,
-        num_sms=3,
-        exceeds_cache=True,
+    "neighbours": beyond_cache(
+        (0,) * 9 + (1,) * 30 + (3,) * 12 + (4,) * 20, 20, users=6, q_len=5, num_sms=3
     ),
-    "neighbours_bundles_wide": Case(
-        (0,) * 40 + (2,) * 25,
-        20,
-        users=4,
-        q_len=8,
-        heads=(4, 2),
-        config=WIDE,
-        num_sms=1,
-        exceeds_cache=True,
+    "neighbours_bundles_wide": beyond_cache(
+        (0,) * 40 + (2,) * 25, 20, users=4, q_len=8, heads=(4, 2), config=WIDE
     ),
-    "neighbours_split_heads": Case(
-        (0,) * 12 + (1,) * 3, 75, users=2, q_len=7, heads=(2, 2), config=SPLIT, exceeds_cache=True
+    "neighbours_split_heads": beyond_cache(
+        (0,) * 12 + (1,) * 3, 75, users=2, q_len=7, heads=(2, 2), config=SPLIT
     ),
-    "neighbours_unsorted": Case(
-        (1, 0, 0, 2, 1, 0, 0) * 5, 40, users=3, q_len=6, num_sms=2, exceeds_cache=True
-    ),
+    "neighbours_unsorted": beyond_cache((1, 0, 0, 2, 1, 0, 0) * 5, 40, users=3, q_len=6, num_sms=2),
     # Wide heads: each consumer has two blocks of columns; H = 192 has one that both have.
     "h192_lengths": Case((0, 1, 1, 2, 3), 60, head_dim=192, lengths=(0, 1000, -3, 17)),
     "h256_gqa": Case((0, 0, 0, 1, 1), 40, q_len=7, heads=(8, 2), head_dim=256),
     "h192_split_rows_70": Case((0,) * 70 + (1,) * 3, 90, head_dim=192, config=SPLIT, num_sms=3),
-    "h256_listed_split_lengths": Case(
-        (1, 0, 2, 0), 75, head_dim=256, lengths=(75, 9, 0, 4), config=SPLIT, lists=True
+    "h256_listed_split_lengths": listed(
+        (1, 0, 2, 0), 75, head_dim=256, lengths=(75, 9, 0, 4), config=SPLIT
     ),
     # Wide heads, 128 rows: each consumer has its rows and all columns; one has items of few rows.
     "h256_wide_rows_70_lengths": Case(

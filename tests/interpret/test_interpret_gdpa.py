@@ -15,7 +15,6 @@ import problems_gdpa
 import pytest
 from problems_gdpa import Shape
 
-import ikbo_jax as ikbo
 from ikbo_jax.cases import gdpa as cases
 from ikbo_jax.ops import dispatch
 from ikbo_jax.ops import gdpa as op
@@ -199,13 +198,8 @@ def attend(arrays: Arrays, case: Case) -> jax.Array:
         patched.setattr(dispatch, "num_sms", lambda: case.num_sms)
         # `test_emulated_tiles` runs the kernel that makes the list.
         patched.setattr(gdpa, "query_tiles", by_xla.query_tiles)
-        out = ikbo.gdpa(
-            *arrays[:5],
-            q_to_kv=arrays.q_to_kv,
-            **case.settings.options,
-            implementation="mosaic_gpu",
-            config=case.config,
-        )
+        options = {"implementation": "mosaic_gpu", "config": case.config}
+        out = problems_gdpa.attend(arrays, **case.settings.options, **options)
     op._OP.jitted.clear_cache()
     return jax.block_until_ready(out)
 

@@ -27,7 +27,7 @@ from ikbo_jax.pallas.gdpa_backward import softmax
 from ikbo_jax.pallas.worklist import by_xla
 from ikbo_jax.pallas.worklist.lists import Works
 from ikbo_jax.problems import GdpaBackwardConfig, gdpa_backward
-from ikbo_jax.reference import gdpa_chunked, gdpa_chunked_vjp, hstu
+from ikbo_jax.reference import gdpa_chunked_vjp, hstu
 from ikbo_jax.reference.gdpa import Arrays, Settings
 
 pytestmark = [pytest.mark.usefixtures("on_cpu"), pytest.mark.slow]
@@ -186,31 +186,15 @@ def gradients(arrays: Arrays, case: Case, rule: Any = None) -> tuple[jax.Array, 
     """Runs both kernels of a case on arrays that have the mask's intervals, or also its rule."""
     settings = case.settings._replace(rule=rule)
     d_out = problems_gdpa.cotangent(arrays, settings)
-    residuals = forward(arrays, settings)
-
+    out, lse = forward(arrays, settings)
+    options: dict[str, Any] = {"num_sms": case.num_sms, "config": case.config}
+    options["dtype"] = "float32" if case.is_wide else None
     # One program instead of one for each operation.
-    @jax.jit
-    def run(arrays: Arrays, d_out: jax.Array, out: Any, lse: Any) -> tuple[jax.Array, ...]:
-        return op.kernel_vjp(
-            arrays,
-            settings,
-            d_out,
-            out=out,
-            lse=lse,
-            num_sms=case.num_sms,
-            config=case.config,
-            dtype="float32" if case.is_wide else None,
-        )
-
-    return jax.block_until_ready(run(arrays, d_out, *residuals))
+    run = jax.jit(functools.partial(op.kernel_vjp, settings=settings, **options))
+    return jax.block_until_ready(run(arrays, d_out=d_out, out=out, lse=lse))
 
 
-@functools.partial(jax.jit, static_argnums=1)
-def forward(arrays: Arrays, settings: Settings) -> tuple[jax.Array | None, jax.Array | None]:
-    """What the gradient of a softmax needs of the forward pass."""
-    if "softmax" not in settings.activations:
-        return None, None
-    return gdpa_chunked.chunked(arrays, settings)
+forward = jax.jit(problems_gdpa.residuals, static_argnums=1)
 
 
 # One program instead of one for each operation; its conversions round.

@@ -41,6 +41,8 @@ SHARED = dataclasses.replace(TINY, block_n=64, block_m=64)
 LATE = dataclasses.replace(TINY, block_m=80, epilogue_rows=40)
 
 
+#: Users of six candidates, of which there are three.
+OUT_OF_RANGE = (-5, 0, 6, 1, -(2**31), 2**31 - 1)
 PACKED = {
     # Widths of blocks: a row of the batch is one block of 16, 32 or 64 columns, or several.
     "n16_ragged_last_tile": Case((3, 19), (40, 40), 16, 16, TINY),
@@ -60,9 +62,7 @@ PACKED = {
     # Batches and indices.
     "one_user_last_users_columns_alone": Case((1, 6), (40, 40), 16, 16, TINY),
     "users_without_candidates": Case((7, 5), (40, 40), 16, 32, TINY, index="gaps"),
-    "index_out_of_range": Case(
-        (3, 6), (40, 72), 24, 32, NARROW, index=(-5, 0, 6, 1, -(2**31), 2**31 - 1)
-    ),
+    "index_out_of_range": Case((3, 6), (40, 72), 24, 32, NARROW, index=OUT_OF_RANGE),
     # Levels and launches.
     "one_level": Case((9,), (100,), 41, 32, NARROW),
     "three_levels": Case((2, 3, 9), (40, 33, 72), 41, 32, NARROW),
@@ -125,7 +125,9 @@ def test_interpreted_packed_fragments_that_are_not_awaited_are_found(
 
 TWO = ResidentCompressionConfig(accumulators=2, block_m=16, num_stages=2, ctas=1)
 GATHER = dataclasses.replace(TWO, gathers=True)
+GATHER_GROUPS = dataclasses.replace(GATHER, groups=2)
 ONE = dataclasses.replace(TWO, accumulators=1, num_stages=1)
+ONE_GATHER = dataclasses.replace(ONE, gathers=True)
 
 RESIDENT = {
     # Widths of blocks: a row of the batch is one block of 16, 32 or 64 columns, or several.
@@ -137,37 +139,27 @@ RESIDENT = {
     "n128_one_stage": Case((2, 3), (40, 40), 33, 128, dataclasses.replace(TWO, num_stages=1)),
     # Batches, indices and levels.
     "users_without_candidates": Case((7, 5), (40, 40), 16, 32, TWO, index="gaps"),
-    "index_out_of_range": Case(
-        (3, 6), (40, 72), 24, 32, TWO, index=(-5, 0, 6, 1, -(2**31), 2**31 - 1)
-    ),
+    "index_out_of_range": Case((3, 6), (40, 72), 24, 32, TWO, index=OUT_OF_RANGE),
     "gathered_n32_index_out_of_range": Case(
-        (3, 9), (72, 40), 20, 32, GATHER, 2, index=(-5, 0, 6, 1, -(2**31), 2**31 - 1, 2, 1, 0)
+        (3, 9), (72, 40), 20, 32, GATHER, 2, index=(*OUT_OF_RANGE, 2, 1, 0)
     ),
-    "gathered_n128_two_k_steps_three_parts": Case(
-        (3, 3), (260, 70), 40, 128, dataclasses.replace(ONE, gathers=True)
-    ),
+    "gathered_n128_two_k_steps_three_parts": Case((3, 3), (260, 70), 40, 128, ONE_GATHER),
     "two_groups_of_two_parts_and_a_part_past_m": Case(
         (3, 7), (40, 22), 33, 16, dataclasses.replace(TWO, groups=2), 2
     ),
     "one_user_gathered_n96": Case(
-        (1, 5), (72, 40), 13, 96, dataclasses.replace(ONE, accumulators=3, gathers=True), 2
+        (1, 5), (72, 40), 13, 96, dataclasses.replace(ONE_GATHER, accumulators=3), 2
     ),
-    "one_user_gathered_n64_two_groups": Case(
-        (1, 5), (72, 40), 31, 64, dataclasses.replace(GATHER, groups=2), 2
-    ),
+    "one_user_gathered_n64_two_groups": Case((1, 5), (72, 40), 31, 64, GATHER_GROUPS, 2),
     "one_user_gathered_n16": Case((1, 9), (72, 40), 13, 16, GATHER, 2),
-    "one_user_gathered_strips": Case(
-        (1, 5), (72, 40), 16, 128, dataclasses.replace(ONE, gathers=True), 3
-    ),
+    "one_user_gathered_strips": Case((1, 5), (72, 40), 16, 128, ONE_GATHER, 3),
     "gathered_n96": Case((3, 5), (33, 20), 13, 96, GATHER),
     # Weights whose last element is in a vector that ends past them: 1, 3, 5 and 7 elements of it;
     # rows that begin at every element of a vector, at even ones, and one row shorter than a vector.
     "k_odd_three_of_a_last_vector": Case((2, 5), (131, 67), 9, 16, TWO),
     "k_even_two_k_steps_of_parts": Case((2, 5), (90, 262), 41, 32, TWO),
     "k_3_and_1_gathered": Case((3, 9), (1, 3), 17, 32, GATHER),
-    "k_odd_two_groups_past_m": Case(
-        (2, 5), (71, 77), 35, 16, dataclasses.replace(GATHER, groups=2), 2
-    ),
+    "k_odd_two_groups_past_m": Case((2, 5), (71, 77), 35, 16, GATHER_GROUPS, 2),
     "coarse_tiles_of_48_rows_six_groups": Case(
         (3, 7), (150, 22), 102, 16, dataclasses.replace(ONE, num_stages=2, coarse_k=80, groups=6), 3
     ),

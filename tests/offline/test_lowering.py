@@ -10,8 +10,9 @@ import jax.numpy as jnp
 import offline
 import pytest
 from jax import export
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from sharded_calls import mesh_of
 from small_kernels import prefer_kernels
 
 import ikbo_jax as ikbo
@@ -78,14 +79,8 @@ B, U, T, S, N, H = 256, 4, 64, 256, 4, 64
 BF16, INT = jnp.bfloat16, jnp.int32
 
 
-def attend(query, key, value, index, config=None):
-    return ikbo.attention(query, key, value, index, implementation="mosaic_gpu", config=config)
-
-
-def compress(w_cand, w_user, e_cand, e_user, index):
-    return ikbo.linear_compression(
-        w_cand, w_user, e_cand, e_user, index, implementation="mosaic_gpu"
-    )
+attend = functools.partial(ikbo.attention, implementation="mosaic_gpu")
+compress = functools.partial(ikbo.linear_compression, implementation="mosaic_gpu")
 
 
 def act(query, key, value, offsets, activation="gelu"):
@@ -97,21 +92,16 @@ def act(query, key, value, offsets, activation="gelu"):
 #: Op, shapes, layouts, layout of the result, and how many kernels value and gradient launch; the
 #: gradient inside `shard_map`, if other.
 CANDIDATES, HEADS = P("x"), P(None, "x")
+SHAPES = (B, T, N, H), (U, S, N, H), (U, S, N, H), (B,)
+ATTENTION = SHAPES, (CANDIDATES, P(), P(), CANDIDATES), CANDIDATES
+GDPA = ((512, N, H),) * 3 + ((5,),), (HEADS,) * 3 + (P(),), HEADS
 CASES = {
-    "attention": (
-        attend,
-        ((B, T, N, H), (U, S, N, H), (U, S, N, H), (B,)),
-        (CANDIDATES, P(), P(), CANDIDATES),
-        CANDIDATES,
-        # The order of candidates, and the result. The gradient: statistics of query rows, then two.
-        (2, 5),
-    ),
+    # The order of candidates, and the result. The gradient: statistics of query rows, then two.
+    "attention": (attend, *ATTENTION, (2, 5)),
     # A list of tiles as well.
     "attention_by_user": (
         functools.partial(attend, config=AttentionConfig(one_user=True)),
-        ((B, T, N, H), (U, S, N, H), (U, S, N, H), (B,)),
-        (CANDIDATES, P(), P(), CANDIDATES),
-        CANDIDATES,
+        *ATTENTION,
         (3, 6),
     ),
     "linear_compression": (
@@ -123,23 +113,16 @@ CASES = {
         (1, 4, 5),
     ),
     # A list of tiles, and the kernel.
-    "gdpa": (act, ((512, N, H),) * 3 + ((5,),), (HEADS,) * 3 + (P(),), HEADS, (2, 3)),
-    "gdpa_softmax": (
-        functools.partial(act, activation="softmax"),
-        ((512, N, H),) * 3 + ((5,),),
-        (HEADS,) * 3 + (P(),),
-        HEADS,
-        (2, 6),  # the gradient needs lse, and delta
-    ),
+    "gdpa": (act, *GDPA, (2, 3)),
+    # The gradient needs lse, and delta.
+    "gdpa_softmax": (functools.partial(act, activation="softmax"), *GDPA, (2, 6)),
 }
 
 
 def lowered(kind: str, name: str, with_gradient: bool):
     op, shapes, specs, out, kernels = CASES[name]
-    axis = AxisType.Explicit if kind == "explicit" else AxisType.Auto
-    mesh = jax.make_mesh((8,), ("x",), axis_types=(axis,))
-    if name.startswith("gdpa"):
-        mesh = jax.make_mesh((2,), ("x",), axis_types=(axis,), devices=jax.devices()[:2])
+    devices = "2" if name.startswith("gdpa") else "8"
+    mesh = mesh_of(devices, "explicit" if kind == "explicit" else "auto")
     if kind == "shard_map":
         op = jax.shard_map(op, mesh=mesh, in_specs=specs, out_specs=out)
     args = [

@@ -1,6 +1,7 @@
 """`jax.export` without a GPU: programs have the kernels of the card that they are lowered for."""
 
 import collections
+import functools
 import subprocess
 import sys
 import types
@@ -15,7 +16,7 @@ import offline
 import pytest
 import sharded_calls
 from jax import export
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from small_kernels import prefer_kernels
 from training_runs import network_and_request
@@ -56,17 +57,10 @@ def gradient(op: Callable[..., Any], count: int) -> Callable[..., Any]:
     return run
 
 
-def attend(query, key, value, index, lengths, own_key, own_value):
-    return ikbo.attention(
-        query,
-        key,
-        value,
-        index,
-        key_value_seq_lengths=lengths,
-        self_key=own_key,
-        self_value=own_value,
-        return_residuals=True,
-    )
+def attend(*arrays):
+    *inputs, lengths, own_key, own_value = arrays
+    options = {"key_value_seq_lengths": lengths, "self_key": own_key, "self_value": own_value}
+    return ikbo.attention(*inputs, **options, return_residuals=True)
 
 
 def three_levels(*arrays):
@@ -228,9 +222,7 @@ def test_float32_has_no_kernel_on_any_card() -> None:
 class TestMosaicGpu:
     """`implementation="mosaic_gpu"`, which has no program for other platforms."""
 
-    @staticmethod
-    def attend(*arrays: Any) -> Any:
-        return ikbo.attention(*arrays, implementation="mosaic_gpu")
+    attend = staticmethod(functools.partial(ikbo.attention, implementation="mosaic_gpu"))
 
     def test_lowers_for_cuda(self) -> None:
         assert kernels_of(exported_for(["cuda"], self.attend, *ATTENTION)) == CASES["attention"][2]
@@ -326,8 +318,7 @@ def test_second_derivatives_have_the_kernels_of_first_ones(name: str) -> None:
 )
 def test_programs_of_several_devices(name: str, kind: str) -> None:
     fn, shapes, kernels = CASES[name]
-    axis = AxisType.Explicit if kind == "explicit" else AxisType.Auto
-    mesh = jax.make_mesh((2,), ("x",), axis_types=(axis,), devices=jax.devices("cpu")[:2])
+    mesh = sharded_calls.mesh_of("2", "explicit" if kind == "explicit" else "auto")
     layouts = tuple(P("x") if x.shape[0] == B else P() for x in shapes)
     if kind == "shard_map":
         fn = jax.shard_map(fn, mesh=mesh, in_specs=layouts, out_specs=P("x"))
@@ -341,7 +332,7 @@ def test_programs_of_several_devices(name: str, kind: str) -> None:
 
 
 def test_axes_that_xla_divides_are_refused_by_jax() -> None:
-    mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Auto,), devices=jax.devices("cpu")[:2])
+    mesh = sharded_calls.mesh_of("2", "auto")
     arrays = [
         jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, P())) for x in ATTENTION
     ]

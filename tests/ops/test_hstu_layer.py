@@ -76,13 +76,13 @@ CASES = {
 }  # fmt: skip
 
 
-def problem(name: str) -> tuple[Any, Any, dict[str, np.ndarray]]:
-    """The formula and the layer as functions of named arrays, and these."""
+def problem(name: str) -> tuple[Any, Any, dict[str, jax.Array]]:
+    """The formula and the layer as functions of named arrays, and these in f32."""
     d, h, activations, group_norm, concat, mask, recompute = CASES[name]
     normed = None if name.startswith("paper") else N if group_norm else N * h
     rng = np.random.default_rng(0)
     named = {"x": (TOTAL, F), **shapes(d, h, 3 if concat else 1, normed)}
-    arrays = {key: rng.normal(size=shape) for key, shape in named.items()}
+    held = {key: jnp.asarray(rng.normal(size=s), jnp.float32) for key, s in named.items()}
 
     def layer(p: dict[str, jax.Array], **options: Any) -> Any:
         params = {key: value for key, value in p.items() if key != "x"}
@@ -91,13 +91,12 @@ def problem(name: str) -> tuple[Any, Any, dict[str, np.ndarray]]:
             "group_norm": group_norm, "activations": activations, "recompute": recompute, **options,
         })  # fmt: skip
 
-    return functools.partial(formula, d, h, activations, group_norm, mask), layer, arrays
+    return functools.partial(formula, d, h, activations, group_norm, mask), layer, held
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_values_and_gradients_are_the_formula_s(name: str) -> None:
-    expected, layer, arrays = problem(name)
-    held = {key: jnp.asarray(x, jnp.float32) for key, x in arrays.items()}
+    expected, layer, held = problem(name)
     exact = {key: np.asarray(x, np.float64) for key, x in held.items()}
     d_out = np.random.default_rng(1).normal(size=(TOTAL, F))
 
@@ -122,8 +121,7 @@ def kept_residuals(layer: Any, held: Any) -> int:
 
 
 def test_recomputing_keeps_the_result_of_attention_alone() -> None:
-    _, layer, arrays = problem("meta")
-    held = {key: jnp.asarray(x, jnp.float32) for key, x in arrays.items()}
+    _, layer, held = problem("meta")
     every = [
         kept_residuals(functools.partial(layer, recompute=names), held)
         for names in ((), ("norm",), ("projection",), ("norm", "projection"))
@@ -135,8 +133,7 @@ def test_recomputing_keeps_the_result_of_attention_alone() -> None:
 
 def test_a_cached_prefix_continues_as_the_whole() -> None:
     """Prefill of the history, then targets as queries; each sequence has other numbers of rows."""
-    _, layer, arrays = problem("group_norm_wide_values")
-    held = {key: jnp.asarray(x, jnp.float32) for key, x in arrays.items()}
+    _, layer, held = problem("group_norm_wide_values")
     prefixes, ends = np.subtract(LENGTHS, TARGETS), np.cumsum(LENGTHS)
     is_prefix = np.concatenate([
         np.arange(length) < prefix for length, prefix in zip(LENGTHS, prefixes, strict=True)
@@ -174,8 +171,7 @@ def test_a_cached_prefix_continues_as_the_whole() -> None:
 
 
 def test_dropout_needs_a_key_and_is_the_same_in_every_call() -> None:
-    _, layer, arrays = problem("meta")
-    held = {key: jnp.asarray(x, jnp.float32) for key, x in arrays.items()}
+    _, layer, held = problem("meta")
 
     @jax.jit
     def run(held: Any) -> Any:
@@ -234,8 +230,7 @@ def test_the_layer_is_three_ops() -> None:
 
 
 def test_wrong_arguments_are_named_with_both_values() -> None:
-    _, layer, arrays = problem("meta")
-    held = {key: jnp.asarray(x, jnp.float32) for key, x in arrays.items()}
+    _, layer, held = problem("meta")
     without = {key: x for key, x in held.items() if key != "uvqk_weight"}
     head, offsets = jnp.ones((4, N, 3)), jnp.asarray([0, 2, 4, 4], jnp.int32)
 

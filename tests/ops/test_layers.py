@@ -113,11 +113,9 @@ ERRORS = {"LinearCompression": (1e-4, 1e-5)}
 
 @pytest.mark.parametrize("name", LAYERS)
 def test_twin_gradients_and_both_flax_interfaces(name: str) -> None:
-    (sizes, options), twin, inputs = LAYERS[name]
+    _, twin, inputs = LAYERS[name]
     arrays = [x for x in inputs if x.dtype == jnp.float32]
-    module = flax_nnx.eval_shape(
-        lambda: nnx.__dict__[name](*sizes, **options, rngs=flax_nnx.Rngs(1))
-    )
+    module = flax_nnx.eval_shape(lambda: made(name, nnx))
     graph, state = flax_nnx.split(module)
     rng = np.random.default_rng(1)
     # Near what they are initialised to, without a program for each.
@@ -141,9 +139,9 @@ def test_twin_gradients_and_both_flax_interfaces(name: str) -> None:
         numbers = tuple(range(1 + len(arrays)))
         return jax.grad(loss, argnums=numbers, has_aux=True)
 
-    layer = linen.__dict__[name](*sizes, **options)
-    made = jax.eval_shape(layer.init, jax.random.key(0), *inputs)["params"]
-    assert jax.tree.map(jnp.shape, made) == jax.tree.map(jnp.shape, params)
+    layer = made(name, linen)
+    of_linen = jax.eval_shape(layer.init, jax.random.key(0), *inputs)["params"]
+    assert jax.tree.map(jnp.shape, of_linen) == jax.tree.map(jnp.shape, params)
 
     @jax.jit
     def every(params, *arrays):

@@ -14,6 +14,8 @@ import numpy as np
 import offline
 import problems
 import pytest
+from jax.sharding import PartitionSpec as P
+from sharded_calls import LAYOUTS, mesh_of, on
 from small_kernels import prefer_kernels
 
 import ikbo_jax as ikbo
@@ -249,16 +251,8 @@ class TestKernelPath:
         inputs = problems.make_inputs(
             problems.LinearCompressionShape(3, 8, 16, 24, 32, 8, "unsorted")
         )
-        axis, kind = jax.sharding.PartitionSpec, jax.sharding.AxisType.Explicit
-        split, whole = axis("x"), axis()
-        specs = (whole, whole, split, whole, split)
-        if over == "M":
-            specs = (split, split, whole, whole, whole)
-        mesh = jax.make_mesh((4,), ("x",), axis_types=(kind,), devices=jax.devices("cpu")[:4])
-        sharded = [
-            jax.device_put(x, jax.sharding.NamedSharding(mesh, spec))
-            for x, spec in zip(inputs, specs, strict=True)
-        ]
+        specs = LAYOUTS["linear"] if over == "candidates" else [P("x"), P("x"), P(), P(), P()]
+        sharded = on(mesh_of("4", "explicit"), inputs, specs)
 
         def gradients(implementation, arrays):
             def loss(*floats):
@@ -282,9 +276,8 @@ DTYPES = ("bfloat16", "float16", "float32")
 
 
 def assert_same(found: Any, expected: Any) -> None:
-    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-        assert x.dtype == y.dtype
-        np.testing.assert_array_equal(np.asarray(x, np.float32), np.asarray(y, np.float32))
+    chex.assert_trees_all_equal_dtypes(found, expected)  # a strict comparison takes bf16 for f32
+    chex.assert_trees_all_equal(found, expected, strict=True)
 
 
 def loss(w_cand: Any, w_user: Any, *arrays: Any) -> jax.Array:
@@ -293,10 +286,6 @@ def loss(w_cand: Any, w_user: Any, *arrays: Any) -> jax.Array:
 
 #: Of every dtype's unpadded weights, the program is compiled once.
 value_and_gradients = jax.jit(jax.value_and_grad(loss, (0, 1, 2, 3)))
-
-
-def compress(w_cand: Any, w_user: Any, *arrays: Any) -> jax.Array:
-    return ikbo.linear_compression(w_cand, w_user, *arrays)
 
 
 @pytest.mark.parametrize(
@@ -333,12 +322,12 @@ def vmapped(pad: Any, axis: int | None) -> jax.Array:
     two = [jnp.stack([x, x[::-1]]) for x in (*INPUTS[:2], *ARRAYS)]
     pad = pad if axis is None else jax.vmap(pad)
     weights = [pad(w) for w in (INPUTS[:2] if axis is None else two[:2])]
-    return jax.jit(jax.vmap(compress, (axis, axis, 0, 0, 0)))(*weights, *two[2:])
+    return jax.jit(jax.vmap(ikbo.linear_compression, (axis, axis, 0, 0, 0)))(*weights, *two[2:])
 
 
 def scanned(pad: Any) -> jax.Array:
     """Weights of several layers are one `PaddedWeight` with a leading axis."""
-    step = lambda sums, layer: (sums + compress(*layer, *ARRAYS), None)  # noqa: E731
+    step = lambda sums, layer: (sums + ikbo.linear_compression(*layer, *ARRAYS), None)  # noqa: E731
     layers = tuple(jax.vmap(pad)(jnp.stack([w, 2 * w])) for w in INPUTS[:2])
     zeros = jnp.zeros((7, 10, 8), jnp.bfloat16)
     return jax.jit(lambda layers: jax.lax.scan(step, zeros, layers)[0])(layers)
@@ -381,7 +370,7 @@ def test_a_program_for_cuda_pads_no_padded_weight(monkeypatch: pytest.MonkeyPatc
 
     def lowered(*weights: Any) -> str:
         # A new function, so that no program of another test is in the caches.
-        fn = jax.jit(lambda *operands: compress(*operands))
+        fn = jax.jit(lambda *operands: ikbo.linear_compression(*operands))
         return fn.trace(*weights, *arrays).lower(lowering_platforms=("cuda",)).as_text()
 
     moves = re.compile(r"stablehlo\.(pad|concatenate|slice)")
@@ -390,7 +379,7 @@ def test_a_program_for_cuda_pads_no_padded_weight(monkeypatch: pytest.MonkeyPatc
     padded = jax.eval_shape(lambda *w: tuple(map(ikbo.pad_weight, w)), *weights)
     assert "mosaic_gpu_v2" in lowered(*padded)
     assert not moves.search(lowered(*padded))
-    assert offline.mosaic_modules(lambda *operands: compress(*operands), *padded, *arrays)
+    assert offline.mosaic_modules(lambda *x: ikbo.linear_compression(*x), *padded, *arrays)
 
 
 def test_errors_name_both_values() -> None:
@@ -400,17 +389,16 @@ def test_errors_name_both_values() -> None:
         (other_k, "w_cand has K=6 but e_cand has K=5"),
         (other_m, "w_user has M=10 but w_cand has M=9"),
         (ikbo.pad_weight(jnp.ones((10, 5))), "w_user is bfloat16 but w_cand is float32"),
-        (
-            ikbo.PaddedWeight(jnp.ones((10, 4), jnp.bfloat16), 5),
-            "w_cand has K=5 but rows of shape (10, 4)",
-        ),
-        (
-            ikbo.PaddedWeight(jnp.ones(10, jnp.bfloat16), 5),
-            "w_cand has K=5 but rows of shape (10,)",
+        *(
+            (
+                ikbo.PaddedWeight(jnp.ones(s, jnp.bfloat16), 5),
+                f"w_cand has K=5 but rows of shape {s}",
+            )
+            for s in ((10, 4), (10,))
         ),
     ):
         with pytest.raises(ValueError, match=re.escape(message)):
-            compress(weight, w_user, *ARRAYS)
+            ikbo.linear_compression(weight, w_user, *ARRAYS)
     with pytest.raises(ValueError, match=re.escape("weight must have shape [M, K], but has shape")):
         ikbo.pad_weight(jnp.ones((1, 2, 3)))
     with pytest.raises(ValueError, match="weight must be bfloat16, float16 or float32, but is int"):

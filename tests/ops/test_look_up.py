@@ -76,16 +76,8 @@ def test_vmap_of_results_and_gradients(axes: tuple[int | None, int | None]) -> N
     at = index if index_axis == 0 else index[0]
 
     def one_by_one(fn, rows, *others):
-        return jnp.stack(
-            [
-                fn(
-                    rows[i] if rows_axis == 0 else rows,
-                    at[i] if index_axis == 0 else at,
-                    *(x[i] for x in others),
-                )
-                for i in range(2)
-            ]
-        )
+        both = (x if axis == 0 else (x, x) for x, axis in ((rows, rows_axis), (at, index_axis)))
+        return jnp.stack([fn(*problem) for problem in zip(*both, *others, strict=True)])
 
     for fn, rows in (
         (ikbo.look_up, user),

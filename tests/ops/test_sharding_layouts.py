@@ -92,8 +92,6 @@ def test_gradients_of_own_tokens_that_devices_share_are_rounded_once(copies: int
     arrays[1:5] = [x[:, :, :1] for x in arrays[1:5]]
     arrays[:5] = [jnp.tile(x, copies) for x in arrays[:5]]
     mesh = mesh_of("8", "explicit")
-    heads = NamedSharding(mesh, P(None, None, "x"))
-    whole = NamedSharding(mesh, P())
 
     def loss(own, *arrays):
         out = ikbo.attention(*arrays, self_key=own[0], self_value=own[1])
@@ -101,9 +99,8 @@ def test_gradients_of_own_tokens_that_devices_share_are_rounded_once(copies: int
 
     query, key, value, *own, index, _ = arrays
     own = [x[:, :1] for x in own]
-    divided = [jax.device_put(query, heads)]
-    divided += [jax.device_put(x, whole) for x in (key, value, index)]
-    text = str(jax.make_jaxpr(jax.grad(loss))([jax.device_put(x, whole) for x in own], *divided))
+    divided = on(mesh, (query, key, value, index), [P(None, None, "x"), P(), P(), P()])
+    text = str(jax.make_jaxpr(jax.grad(loss))(on(mesh, own, [P(), P()]), *divided))
     sums = [line for line in text.splitlines() if "psum" in line]
     assert sums
     assert all(":f32[" in line for line in sums), sums

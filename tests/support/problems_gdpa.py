@@ -9,7 +9,7 @@ import numpy as np
 import problems
 
 import ikbo_jax as ikbo
-from ikbo_jax.reference import gdpa
+from ikbo_jax.reference import gdpa, gdpa_chunked
 from ikbo_jax.reference.activations import ACTIVATIONS as ACTIVATIONS
 from ikbo_jax.reference.gdpa import Arrays, Settings, out_shape
 
@@ -129,6 +129,13 @@ def cotangent(arrays: Arrays, settings: Settings, seed: int = 1) -> jax.Array:
         rows *= index.shape[0]
     rng = np.random.default_rng(seed)
     return problems.random_array(rng, (rows, heads, width), arrays.query.dtype)
+
+
+def residuals(arrays: Arrays, settings: Settings) -> tuple[jax.Array | None, jax.Array | None]:
+    """What the gradient of a softmax needs of the forward pass, by XLA."""
+    if "softmax" not in settings.activations:
+        return None, None
+    return gdpa_chunked.chunked(arrays, settings)
 
 
 def numpy_activation(name: str, x: np.ndarray) -> np.ndarray:

@@ -1,6 +1,7 @@
 """Calls of ops on arrays that are divided over the devices of a mesh, and what programs move."""
 
 import functools
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -153,113 +154,76 @@ GATED_LINEAR = {
     "u": (16, 2, 3), "a": (16, 2, 3), "weight": (18, 8), "residual": (16, 8),
     "scale": (2,), "bias": (2,),
 }  # fmt: skip
+BIAS, BIAS_OF_HEADS = (ATTENTION | {"bias": (U, *sizes, 5)} for sizes in ((1, 1), (8, 3)))
+LOOK_UP = {"user": (16, 24), "index": (64, -16)}
+SEGMENT_SUM = {"values": (64, 24), "index": (64, -16)}
+#: Layouts over the larger axis, by what is divided.
 CANDIDATES = {"query": P("x"), "index": P("x")}
 HEADS = dict.fromkeys(("query", "key", "value"), P(None, None, "x"))
+JAGGED_HEADS = dict.fromkeys(("query", "key", "value"), P(None, "x"))
+EMBEDDINGS = {"e_cand": P("x"), "index": P("x")}
+WEIGHTS = {"w_cand": P("x"), "w_user": P("x")}
 
 #: "x" is the larger axis of a mesh, "y" the other one.
 CASES = {
-    "linear_candidates": Case(
-        ikbo.linear_compression, LINEAR, {"e_cand": P("x"), "index": P("x")}, P("x"), sums=3
-    ),
-    "linear_m": Case(
-        ikbo.linear_compression, LINEAR, {"w_cand": P("x"), "w_user": P("x")}, P(None, "x"), sums=2
-    ),
-    "linear_padded": Case(
-        padded, LINEAR, {"e_cand": P("x"), "index": P("x")}, P("x"), sums=3
-    ),
-    "linear_padded_m": Case(
-        padded, LINEAR, {"w_cand": P("x"), "w_user": P("x")}, P(None, "x"), sums=2
-    ),
+    "linear_candidates": Case(ikbo.linear_compression, LINEAR, EMBEDDINGS, P("x"), sums=3),
+    "linear_m": Case(ikbo.linear_compression, LINEAR, WEIGHTS, P(None, "x"), sums=2),
+    "linear_padded": Case(padded, LINEAR, EMBEDDINGS, P("x"), sums=3),
+    "linear_padded_m": Case(padded, LINEAR, WEIGHTS, P(None, "x"), sums=2),
     "linear_index_replicated": Case(
         ikbo.linear_compression, LINEAR, {"e_cand": P("x")}, P("x"), sums=3
     ),
-    "three_levels": Case(
-        three_levels, THREE, {"e_cand": P("x"), "index": P("x")}, P("x"), sums=5
-    ),
-    "attention_candidates": Case(
-        attend, ATTENTION, {"query": P("x"), "index": P("x")}, P("x"), sums=2
-    ),
-    "attention_heads": Case(
-        attend, ATTENTION, dict.fromkeys(("query", "key", "value"), P(None, None, "x")),
-        P(None, None, "x"), sums=0,
-    ),
+    "three_levels": Case(three_levels, THREE, EMBEDDINGS, P("x"), sums=5),
+    "attention_candidates": Case(attend, ATTENTION, CANDIDATES, P("x"), sums=2),
+    "attention_heads": Case(attend, ATTENTION, HEADS, P(None, None, "x"), sums=0),
     "attention_one_key_head": Case(
         attend, ONE_KEY_HEAD, {"query": P(None, None, "x")}, P(None, None, "x"), sums=2
     ),
     "attention_everything": Case(
-        with_own_tokens, EVERYTHING,
-        {"query": P("x"), "index": P("x"), "self_key": P("x"), "self_value": P("x")},
+        with_own_tokens, EVERYTHING, CANDIDATES | {"self_key": P("x"), "self_value": P("x")},
         P("x"), sums=2,
     ),
-    "attention_merged": Case(
-        attend_twice, ATTENTION, {"query": P("x"), "index": P("x")}, P("x"), sums=4
-    ),
-    "gdpa_heads": Case(
-        jagged("gelu"), JAGGED, dict.fromkeys(JAGGED, P(None, "x")), P(None, "x"), sums=0
-    ),
-    "gdpa_softmax_heads": Case(
-        jagged("softmax"), JAGGED, dict.fromkeys(JAGGED, P(None, "x")), P(None, "x"), sums=0
-    ),
+    "attention_merged": Case(attend_twice, ATTENTION, CANDIDATES, P("x"), sums=4),
+    "gdpa_heads": Case(jagged("gelu"), JAGGED, JAGGED_HEADS, P(None, "x"), sums=0),
+    "gdpa_softmax_heads": Case(jagged("softmax"), JAGGED, JAGGED_HEADS, P(None, "x"), sums=0),
     "attention_users": Case(
         attend, ATTENTION | {"key": (8, 5, 8, 8), "value": (8, 5, 8, 8)},
-        {"query": P("x"), "index": P("x"), "key": P("x"), "value": P("x")},
-        P("x"), sums=2, is_local=False,
+        CANDIDATES | {"key": P("x"), "value": P("x")}, P("x"), sums=2, is_local=False,
     ),
     "attention_keys_over_s": Case(
         attend, ATTENTION | {"key": (U, 8, 8, 8), "value": (U, 8, 8, 8)},
-        {"query": P("x"), "index": P("x"), "key": P(None, "x"), "value": P(None, "x")},
-        P("x"), sums=2, is_local=False,
+        CANDIDATES | {"key": P(None, "x"), "value": P(None, "x")}, P("x"), sums=2, is_local=False,
     ),
     "attention_ranges": Case(
         with_ranges, ATTENTION | {"ranges": (B, 2, -7)}, CANDIDATES | {"ranges": P("x")}, P("x"),
         sums=2,
     ),
-    "attention_bias": Case(
-        biased, ATTENTION | {"bias": (U, 1, 1, 5)}, CANDIDATES, P("x"), sums=3
-    ),
-    "attention_bias_of_heads": Case(
-        biased, ATTENTION | {"bias": (U, 8, 3, 5)}, CANDIDATES, P("x"), sums=3
-    ),
-    "attention_heads_bias": Case(
-        biased, ATTENTION | {"bias": (U, 1, 1, 5)}, HEADS, P(None, None, "x"), sums=1
-    ),
+    "attention_bias": Case(biased, BIAS, CANDIDATES, P("x"), sums=3),
+    "attention_bias_of_heads": Case(biased, BIAS_OF_HEADS, CANDIDATES, P("x"), sums=3),
+    "attention_heads_bias": Case(biased, BIAS, HEADS, P(None, None, "x"), sums=1),
     "attention_heads_bias_of_heads": Case(
-        biased, ATTENTION | {"bias": (U, 8, 3, 5)}, HEADS, P(None, None, "x"), sums=0,
-        is_local=False,
+        biased, BIAS_OF_HEADS, HEADS, P(None, None, "x"), sums=0, is_local=False
     ),
-    "gdpa_rows_scaled": Case(
-        scaled, SCALED, {"query": P("x")}, P("x"), sums=3, is_local=False
-    ),
+    "gdpa_rows_scaled": Case(scaled, SCALED, {"query": P("x")}, P("x"), sums=3, is_local=False),
     "gdpa_rows_masked": Case(
         masked, ROWS | {"targets": (8, -10)}, {"query": P("x"), "targets": P("x")}, P("x"),
         sums=2, is_local=False,
     ),
     "gdpa_heads_masked": Case(
-        masked, ROWS | {"targets": (8, -10)}, dict.fromkeys(ROWS, P(None, "x")), P(None, "x"),
-        sums=0,
+        masked, ROWS | {"targets": (8, -10)}, JAGGED_HEADS, P(None, "x"), sums=0
     ),
     "gdpa_rows_within_intervals": Case(
         within_intervals, ROWS | {"begin": (32, 2, -9)}, {"query": P("x"), "begin": P("x")}, P("x"),
         sums=2, is_local=False,
     ),
-    "look_up_candidates": Case(
-        ikbo.look_up, {"user": (16, 24), "index": (64, -16)}, {"index": P("x")}, P("x"), sums=1
-    ),
-    "look_up_users": Case(
-        ikbo.look_up, {"user": (16, 24), "index": (64, -16)}, {"user": P("x")}, P(), sums=0,
-        is_local=False,
-    ),
-    "look_up_columns": Case(
-        ikbo.look_up, {"user": (16, 24), "index": (64, -16)}, {"user": P(None, "x")}, P(None, "x"),
-        sums=0,
-    ),
+    "look_up_candidates": Case(ikbo.look_up, LOOK_UP, {"index": P("x")}, P("x"), sums=1),
+    "look_up_users": Case(ikbo.look_up, LOOK_UP, {"user": P("x")}, P(), sums=0, is_local=False),
+    "look_up_columns": Case(ikbo.look_up, LOOK_UP, {"user": P(None, "x")}, P(None, "x"), sums=0),
     "segment_sum_candidates": Case(
-        summed, {"values": (64, 24), "index": (64, -16)}, {"values": P("x"), "index": P("x")}, P(),
-        sums=1, is_local=False,
+        summed, SEGMENT_SUM, {"values": P("x"), "index": P("x")}, P(), sums=1, is_local=False
     ),
     "segment_sum_columns": Case(
-        summed, {"values": (64, 24), "index": (64, -16)}, {"values": P(None, "x")}, P(None, "x"),
-        sums=0,
+        summed, SEGMENT_SUM, {"values": P(None, "x")}, P(None, "x"), sums=0
     ),
     "norm_linear_rows": Case(norm_linear, NORM_LINEAR, {"x": P("x")}, P("x"), sums=5),
     "norm_linear_columns": Case(
@@ -400,7 +364,8 @@ def on_mesh(
 
 
 def mesh_of(name: str, kind: str) -> jax.sharding.Mesh:
-    """A mesh, named by its sizes as in "4x2", with axes "x", "y" and "z"."""
+    """A mesh of CPUs, named by its sizes as in "4x2", with axes "x", "y" and "z"."""
     shape = tuple(map(int, name.split("x")))
     axes = tuple("xyz"[: len(shape)])
-    return jax.make_mesh(shape, axes, axis_types=(KINDS[kind],) * len(shape))
+    devices = jax.devices("cpu")[: math.prod(shape)]
+    return jax.make_mesh(shape, axes, axis_types=(KINDS[kind],) * len(shape), devices=devices)
