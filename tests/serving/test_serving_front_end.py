@@ -11,6 +11,7 @@ import pathlib
 import re
 import socket
 import subprocess
+import tempfile
 import threading
 import warnings
 from collections.abc import Iterator
@@ -103,7 +104,6 @@ class Front:
     def __init__(self, folder: pathlib.Path) -> None:
         self.port, self.replicas = local.free_port(), [Replica("a"), Replica("b")]
         self.threads, self.clients = ThreadPoolExecutor(16), contextlib.ExitStack()
-        folder.mkdir()
         given = local.ENVIRONMENT | local._haproxy(str(folder), SETTINGS)
         values = {name.removeprefix("RAY_SERVE_HAPROXY_"): x for name, x in given.items()}
         # Ray itself reads the environment, once, when it is imported.
@@ -123,7 +123,7 @@ class Front:
         command = [values["BINARY_PATH"], "-db", "-f", values["CONFIG_FILE_LOC"]]
         with (folder / "errors").open("wb") as errors:
             self.process = subprocess.Popen(command, stdout=errors, stderr=errors)
-        assert until(pathlib.Path(values["SOCKET_PATH"]).exists, 20)
+        self.socket = pathlib.Path(values["SOCKET_PATH"])
 
     def end(self) -> None:
         self.process.kill()
@@ -154,11 +154,16 @@ class Front:
 
 
 @pytest.fixture
-def front(tmp_path, monkeypatch) -> Iterator[Front]:
+def front(monkeypatch) -> Iterator[Front]:
     monkeypatch.setenv("RAY_SERVE_ENABLE_HA_PROXY", "1")
-    front = Front(tmp_path / "front")
-    yield front
-    front.end()
+    # HAProxy takes paths of sockets of at most 97 bytes; pytest's folders may have longer ones.
+    with tempfile.TemporaryDirectory(prefix="front-", dir="/tmp") as folder:
+        front = Front(pathlib.Path(folder))
+        try:
+            assert until(front.socket.exists, 20)
+            yield front
+        finally:
+            front.end()
 
 
 def test_a_replica_dies_while_the_other_one_is_full_and_then_that_one(front):
