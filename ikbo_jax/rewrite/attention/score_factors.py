@@ -51,10 +51,11 @@ def takes_factor(scores: Scores, factor: Any) -> bool:
     """Whether the queries of logits can be multiplied by a factor in place of the logits.
 
     It is an array that is the same for all keys, such as a learned temperature; of concatenated
-    tokens, it is a number or differs by head.
+    tokens, it is a number or differs by head. In 16 bits, queries times a factor are rounded, which
+    no logits of the program are: a large factor then gives weights that no rounding of it gives.
     """
     root = scores.root
-    if scores.stage != "logits" or not root.is_only_scaled:
+    if scores.stage != "logits" or not root.is_only_scaled or scores.dtype != jnp.float32:
         return False
     base = factor.base if is_only_broadcast(factor) else factor
     if not is_plain(base) or not base.dtype == root.query.dtype == scores.dtype:
