@@ -168,7 +168,9 @@ def test_derivatives_hold_no_values_of_the_program_around_them() -> None:
 def test_large_logits_are_compared_by_what_they_determine() -> None:
     text = "x = L(8 * q)\nx = jnp.where(~(at < 3), jnp.finfo(x.dtype).min, x)\n"
     text += "out = mix(softmax(x * 30))"
-    assert_same([attention(text), attention("mix(softmax(L(30 * q)))", "bfloat16")])
+    by_query = "out = mix(softmax(L(q) * jnp.abs(q[:, :1]).sum()))"
+    cases = [attention(text), attention("mix(softmax(L(30 * q)))", "bfloat16")]
+    assert_same([*cases, attention(by_query, "bfloat16", False)])
 
 
 COUNTED = [
