@@ -36,7 +36,10 @@ KERNEL_DTYPES = ("bfloat16", "float16")
 def first_reason[**Arguments](
     checks: Callable[Arguments, Iterator[str | None]],
 ) -> Callable[Arguments, str | None]:
-    """Makes one check of a generator of checks, each of which may rely on those before it."""
+    """Makes a function that returns the first reason of a generator of checks, or None.
+
+    A check may rely on those before it, since none runs after a reason.
+    """
 
     @functools.wraps(checks)
     def reason(*args: Arguments.args, **kwargs: Arguments.kwargs) -> str | None:

@@ -52,13 +52,14 @@ def takes_factor(scores: Scores, factor: Any) -> bool:
 
     It is an array that is the same for all keys, such as a learned temperature; of concatenated
     tokens, it is a number or differs by head. In 16 bits, queries times a factor are rounded, which
-    no logits of the program are: a large factor then gives weights that no rounding of it gives.
+    no logits of the program are: a large factor then gives weights that no rounding of the program
+    gives.
     """
     root = scores.root
-    if scores.stage != "logits" or not root.is_only_scaled or scores.dtype != jnp.float32:
+    if scores.stage != "logits" or not root.is_only_scaled:
         return False
     base = factor.base if is_only_broadcast(factor) else factor
-    if not is_plain(base) or not base.dtype == root.query.dtype == scores.dtype:
+    if not is_plain(base) or {base.dtype, root.query.dtype, scores.dtype} != {jnp.dtype("float32")}:
         return False
     alike = (KEY,) if isinstance(root, Logits) else (KEY, QUERY, BATCH)
     sizes = zip(shape_of(base), scores.labels, strict=False)
