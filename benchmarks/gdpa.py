@@ -169,7 +169,7 @@ def contenders(point: Point, arrays: Arrays) -> list[Callable[[], Contender]]:
 
     def ikbo() -> Contender:
         stage = "ikbo_jax.gdpa (implementation='mosaic_gpu')"
-        return made(OUR_NAME, stage, case.contender("fused"))
+        return made(OUR_NAME, stage, production_providers.gdpa_of(case, "mosaic_gpu"))
 
     def xla() -> Contender:
         if case.pairs > MAX_XLA_PAIRS:
@@ -178,7 +178,8 @@ def contenders(point: Point, arrays: Arrays) -> list[Callable[[], Contender]]:
                 f"{MAX_XLA_PAIRS / 1e9:.2f}e9"
             )
         stage = "chunked, in XLA (implementation='xla')"
-        return made("xla", stage, case.contender("decomposed"), is_xla=True)
+        op = production_providers.gdpa_of(case, "xla")
+        return made("xla", stage, op, is_xla=True)
 
     def cudnn_softmax() -> Contender:
         stage = "softmax attention by cuDNN, sequences padded"

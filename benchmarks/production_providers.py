@@ -293,6 +293,12 @@ def _linear_compression(shape: CompressionShape) -> Iterator[Callable[[], Conten
     yield copies
 
 
+def gdpa_of(case: gdpa.Case, implementation: str | None) -> Callable[..., jax.Array]:
+    """Returns `ikbo_jax.gdpa` with the settings of a case; takes the fields of its inputs."""
+    options = case.settings.options | {"implementation": implementation}
+    return lambda *arrays: ikbo_jax.gdpa(*arrays[:5], q_to_kv=arrays[5], **options)
+
+
 def _gdpa(shape: GdpaShape) -> Iterator[Callable[[], Contender]]:
     s = shape
     queries, keys = s.numbers
@@ -308,7 +314,7 @@ def _gdpa(shape: GdpaShape) -> Iterator[Callable[[], Contender]]:
         *(s.dtype, (s.activation,), "tanh" if s.activation in ("gelu_tanh", "silu") else None),
         *(s.is_broadcast, int(queries.max()), int(keys.max())),
     )
-    op = gdpa.Case(problem).contender
+    op = functools.partial(gdpa_of, gdpa.Case(problem))
 
     def cudnn_softmax() -> Contender:
         attend = cudnn()
@@ -342,10 +348,8 @@ def _gdpa(shape: GdpaShape) -> Iterator[Callable[[], Contender]]:
             other="" if s.activation == "softmax" else "softmax",
         )
 
-    yield lambda: Contender(OUR_NAME, "ikbo_jax.gdpa", op("automatic"), args, integers)
-    yield lambda: Contender(
-        "xla", "implementation='xla'", op("decomposed"), args, integers, is_xla=True
-    )
+    yield lambda: Contender(OUR_NAME, "ikbo_jax.gdpa", op(None), args, integers)
+    yield lambda: Contender("xla", "implementation='xla'", op("xla"), args, integers, is_xla=True)
     yield cudnn_softmax
 
 

@@ -21,7 +21,6 @@ from ikbo_jax.rewrite.calls import program
 # The last is configured first.
 pytest_plugins = [
     "kernel_record",
-    "session_costs",
     "case_sample",
     "compiled_programs",
     "gpu_session",

@@ -1,4 +1,4 @@
-"""The case of gdpa: inputs, contenders and a check."""
+"""The case of gdpa: inputs, XLA path, kernel and a check."""
 
 import dataclasses
 import functools
@@ -12,7 +12,6 @@ import numpy as np
 from ikbo_jax.cases import case as cases
 from ikbo_jax.cases import error_rule
 from ikbo_jax.cases.error_rule import UNTUNED, Check
-from ikbo_jax.ops.gdpa import gdpa
 from ikbo_jax.problems import GdpaConfig, GdpaProblem, ShortGdpaConfig
 from ikbo_jax.reference import gdpa_chunked
 from ikbo_jax.reference.activations import SOFTMAX
@@ -143,16 +142,6 @@ class Case(cases.Case):
         """Draws a cotangent of the result."""
         p, key = self.problem, jax.random.split(jax.random.key(seed), 4)[3]
         return _normal(key, (p.q_rows, p.q_heads, p.head_dim), p.dtype)
-
-    def contender(self, name: str) -> Callable[..., jax.Array]:
-        """Returns the op by XLA ("decomposed") or by the kernel ("fused"); takes an `Arrays`."""
-        options = self.settings.options
-        implementation = cases.IMPLEMENTATIONS[name]
-
-        def run(*arrays: jax.Array) -> jax.Array:
-            return gdpa(*arrays[:5], q_to_kv=arrays[5], implementation=implementation, **options)
-
-        return run
 
     def xla_path(self) -> Callable[..., jax.Array]:
         settings = self.settings

@@ -34,25 +34,3 @@ PROBLEMS: dict[str, type[Problem]] = {
         GdpaBackwardProblem,
     )
 }
-
-__all__ = [
-    "PROBLEMS",
-    "AttentionBackwardConfig",
-    "AttentionBackwardProblem",
-    "AttentionConfig",
-    "AttentionProblem",
-    "Config",
-    "FewQueriesConfig",
-    "GdpaBackwardConfig",
-    "GdpaBackwardProblem",
-    "GdpaConfig",
-    "GdpaProblem",
-    "LinearCompressionBackwardProblem",
-    "LinearCompressionConfig",
-    "LinearCompressionProblem",
-    "PackedCompressionConfig",
-    "Problem",
-    "ResidentCompressionConfig",
-    "ShortGdpaConfig",
-    "WeightGradientConfig",
-]
