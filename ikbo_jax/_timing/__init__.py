@@ -40,7 +40,8 @@ def sustained_ms(
     launches = 1
     while (elapsed := time_launches(fn, args, launches)) < window_s / 2:
         launches *= 2
-    launches = math.ceil(launches * window_s / elapsed)
+    # A few more than seem to fill it: a window that is too short is repeated.
+    launches = math.ceil(launches * 1.05 * window_s / elapsed)
     samples: list[float] = []
     while len(samples) < windows:
         elapsed = time_launches(fn, args, launches)

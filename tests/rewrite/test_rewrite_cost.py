@@ -147,6 +147,15 @@ def test_on_a_gpu_selected_features_have_a_price(monkeypatch) -> None:
     (report,) = ikbo.explain(ikbo.rewrite(large.scores), *large.shapes).notes
     assert "it would take as long on a GPU" in report.reason
 
+    def matrices(user, cand, index, w):
+        x = jnp.concatenate([user[index], cand], axis=1)
+        return jnp.einsum("bid,ijde,bje->bij", x, w, x).sum((1, 2))
+
+    shapes = (48, 16, 32), (2976, 8, 32), (2976,), (24, 24, 32, 32)
+    args = [jax.ShapeDtypeStruct(x, "bfloat16" if x[1:] else "int32") for x in shapes]
+    (report,) = ikbo.explain(ikbo.rewrite(matrices), *args).notes
+    assert "it would take as long on a GPU" in report.reason  # Took 1.4 of the original's time.
+
     def nbytes(fn, *args):
         return cost.program_cost(jax.make_jaxpr(fn)(*args)).nbytes
 
@@ -395,3 +404,7 @@ def test_costs_of_an_op_are_those_of_its_problem(monkeypatch) -> None:
     assert found.flops == in_xla.flops == plan.problem.useful_flops
     result = 4 * np.prod(jax.eval_shape(ikbo.linear_compression, *args).shape)
     assert found.nbytes == sum(x.nbytes for x in args) + result < in_xla.nbytes
+    query, key = jnp.ones((B, 2, 2, 8)), jnp.ones((U, 5, 2, 8))
+    attention = jax.make_jaxpr(ikbo.attention)(query, key, key, args[-1])
+    # In XLA, attention groups the candidates by user before it multiplies.
+    assert (found.launches, cost.program_cost(attention).launches) == (1, 5)

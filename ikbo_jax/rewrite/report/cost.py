@@ -29,10 +29,10 @@ from ikbo_jax.rewrite.report.products import (
     SELECTED_BYTES,
     Sums,
     bytes_of,
-    flops_of_op,
+    bytes_of_selection,
+    cost_of_op,
     flops_of_product,
     is_of_vectors,
-    selected_elements,
     sums_of_calls,
 )
 from ikbo_jax.rewrite.values import lineage
@@ -289,15 +289,15 @@ class _Walk:
             self.add(0, self.bytes_of((*self._read_of(eqn.invars), *eqn.outvars)), 1)
         elif id(eqn) in self.calls:
             self._call(eqn, name, self.calls[id(eqn)])
-        elif name == "jit" and (flops := flops_of_op(eqn, known)) is not None:
-            self.add(flops, self.bytes_of((*eqn.invars, *eqn.outvars)), 1)
+        elif name == "jit" and (cost := cost_of_op(eqn, known)) is not None:
+            self.add(cost[0], self.bytes_of((*eqn.invars, *eqn.outvars)), cost[1])
         elif name in PARTS:
             # A part of a value is read alone; a table with fewer rows than are looked up is cached.
             table = self._read_of(eqn.invars[:1])
             if name in LOOKUPS:
                 self.sums[1] += self.bytes_of(eqn.invars[1:2])
                 if name == "gather" or params["how"].axis:
-                    self.sums[1] += SELECTED_BYTES * selected_elements(eqn)
+                    self.sums[1] += bytes_of_selection(eqn)
             for v in eqn.outvars:
                 is_table = name in LOOKUPS and lineage.is_at_least(
                     self.bytes_of((v,)), self.bytes_of(table)

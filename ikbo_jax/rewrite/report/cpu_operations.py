@@ -18,7 +18,7 @@ from ikbo_jax.rewrite.report.products import (
     REDUCTIONS,
     SAME,
     bytes_of,
-    flops_of_op,
+    cost_of_op,
 )
 from ikbo_jax.rewrite.values import lineage
 from ikbo_jax.rewrite.values.jaxprs import inner_programs
@@ -95,8 +95,8 @@ class Operations:
             name, params = eqn.primitive.name, eqn.params
             operands = [self._operand(v, numbers) for v in eqn.invars if type(v) is not literal]
             if name in _INLINED and params.get("name") not in RARE:
-                useful = flops_of_op(eqn, self.known)
-                self.useful_flops += useful or 0
+                useful = cost_of_op(eqn, self.known)
+                self.useful_flops += useful[0] if useful else 0
                 inner = inner_programs(eqn)[0]
                 given = [self._operand(v, numbers) for v in eqn.invars]
                 found = self._flatten(
