@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
+import numpy as np
 
 from ikbo_jax.ops import arguments, dispatch
 from ikbo_jax.ops.explain import Explanation, explain
@@ -165,7 +166,7 @@ def benchmark(
 
     Args:
       fn: a function that JAX can trace, or several by name.
-      *args: arguments of every function: pytrees of arrays.
+      *args: arguments of every function: pytrees of arrays; other values are passed unchanged.
       window_s: least seconds of a window, above 0.
       rounds: number of windows of each function, at least 1.
 
@@ -192,12 +193,24 @@ def benchmark(
     if arguments.finite_number("window_s", window_s) <= 0:
         raise ValueError(f"window_s must be above 0, but is {window_s}")
     rounds = arguments.integer("rounds", rounds, 1)
-    jitted = {name: jax.jit(function) for name, function in functions.items()}
-    thunks = {name: functools.partial(function, *args) for name, function in jitted.items()}
+    leaves, treedef = jax.tree.flatten(args)
+    arrays = [x if isinstance(x, (jax.Array, np.ndarray)) else None for x in leaves]
+
+    def jitted_call(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(arrays: list[Any]) -> Any:
+            merged = [
+                x if array is None else array for x, array in zip(leaves, arrays, strict=True)
+            ]
+            return function(*jax.tree.unflatten(treedef, merged))
+
+        return jax.jit(call)
+
+    jitted = {name: jitted_call(function) for name, function in functions.items()}
+    thunks = {name: functools.partial(function, arrays) for name, function in jitted.items()}
     samples = _timing.interleaved_ms(thunks, window_s=window_s, rounds=rounds)
     timings = {name: Timing(tuple(ms), False) for name, ms in samples.items()}
     if min(timing.ms for timing in timings.values()) < device_time.MOST_CALL_MS:
-        times = device_time.measure_all({name: (x, args) for name, x in jitted.items()})
+        times = device_time.measure_all({name: (x, (arrays,)) for name, x in jitted.items()})
         if any(found.ms < device_time.SHORT_MS for found in times.values()):
             timings = {name: Timing(tuple(times[name].busy_ms), True) for name in timings}
     return timings if isinstance(fn, Mapping) else timings[""]

@@ -118,7 +118,7 @@ def explain(
         plans = _of_parts(plans, call, arrays)
     names = [mark for mark in found if isinstance(mark, str)]
     notes = tuple(mark() for mark in found if not isinstance(mark, (dispatch.Plan, str)))
-    by_xla = _by_xla(fn, call, arrays) if compile else ""
+    by_xla = _by_xla(fn, call, arrays) if arguments.flag("compile", compile) else ""
     return Explanation(plans, notes, frozenset(names), by_xla)
 
 
