@@ -7,10 +7,9 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
-import numpy as np
 
 from ikbo_jax.ops import arguments, dispatch
-from ikbo_jax.ops.explain import Explanation, explain
+from ikbo_jax.ops.explain import Explanation, explain, split
 from ikbo_jax.problems import PROBLEMS, Problem
 from ikbo_jax.tuning import table, table_rows
 
@@ -166,7 +165,8 @@ def benchmark(
 
     Args:
       fn: a function that JAX can trace, or several by name.
-      *args: arguments of every function: pytrees of arrays; other values are passed unchanged.
+      *args: arguments of every function: pytrees of arrays; other values are passed unchanged,
+        as in `ikbo_jax.explain`.
       window_s: least seconds of a window, above 0.
       rounds: number of windows of each function, at least 1.
 
@@ -193,17 +193,10 @@ def benchmark(
     if arguments.finite_number("window_s", window_s) <= 0:
         raise ValueError(f"window_s must be above 0, but is {window_s}")
     rounds = arguments.integer("rounds", rounds, 1)
-    leaves, treedef = jax.tree.flatten(args)
-    arrays = [x if isinstance(x, (jax.Array, np.ndarray)) else None for x in leaves]
+    arrays, merged = split(args)
 
     def jitted_call(function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(arrays: list[Any]) -> Any:
-            merged = [
-                x if array is None else array for x, array in zip(leaves, arrays, strict=True)
-            ]
-            return function(*jax.tree.unflatten(treedef, merged))
-
-        return jax.jit(call)
+        return jax.jit(lambda arrays: function(*merged(arrays)))
 
     jitted = {name: jitted_call(function) for name, function in functions.items()}
     thunks = {name: functools.partial(function, arrays) for name, function in jitted.items()}

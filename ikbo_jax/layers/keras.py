@@ -118,13 +118,6 @@ class LinearCompression(_Layer):
         rows = self._size("e_user", e_user_shape, 1), self._size("e_cand", e_cand_shape, 1)
         self._make(calls.LinearCompression._specs(self, *rows))
 
-    def compute_output_shape(
-        self, e_user_shape: Any, e_cand_shape: Any, *of_others: Any, **named: Any
-    ) -> tuple[Any, ...]:
-        """Returns the shape of the result, also where sizes of the inputs are None."""
-        del e_user_shape, of_others, named
-        return e_cand_shape[0], self.features, e_cand_shape[2]
-
     def call(self, e_user: jax.Array, e_cand: jax.Array, cand_to_user: jax.Array) -> jax.Array:
         """Compresses the embeddings; arguments and result are as in `functional.compress`."""
         options = {"dtype": self.compute_dtype, "precision": self.precision}

@@ -42,9 +42,9 @@ def dot_product_attention(
       key: [U, S, K, H], same dtype: S keys of each of U users. N is a multiple of K.
       value: [U, S, K, H], same dtype.
       bias: added to the scores, [U or 1, N or 1, T or 1, S or 1] of floats, or of lower rank. The
-        kernels take one that is the same for all queries, and for all heads unless N = K. There it
-        widens the heads by three columns, in bfloat16 and float16 to the next width of the kernels,
-        and in float16 it counts as at most 65504 · scale.
+        kernels take one that is the same for all queries, and for all heads unless N = K: it
+        widens the heads by three columns to the next width of the kernels, and in float16 it counts
+        as at most 65504 · scale.
       mask: which keys of their user candidates see, [U or 1, N or 1, T or 1, S or 1] bool, or of
         lower rank. The kernels take one that is the same for all queries and heads, without
         `is_causal` and `local_window_size`.
@@ -87,8 +87,8 @@ def dot_product_attention(
     kept = None if mask is None else _by_head("mask", mask, arrays)
     added = None if bias is None else _by_head("bias", bias, arrays)
     lse = None
-    if _needs_scores(arrays, kept, added, scale, window, with_lse):
-        arrays = arrays._replace(bias=_as_bias(arrays, kept, added, window))
+    of_scores = _bias_of_scores(arrays, kept, added, scale, window, with_lse)
+    if of_scores is not None:
         window = None
     else:
         if added is not None:
@@ -101,7 +101,7 @@ def dot_product_attention(
         out, lse = attention(
             *arrays[:4],
             scale=scale,
-            bias=arrays.bias,
+            bias=of_scores,
             key_value_seq_lengths=arrays.lengths,
             implementation=implementation,
             return_residuals=True,
@@ -149,41 +149,34 @@ def _by_head(name: str, array: Any, arrays: Arrays) -> jax.Array:
     return jnp.broadcast_to(array.reshape(shape), (users, *shape[1:3], keys))
 
 
-def _needs_scores(
+def _bias_of_scores(
     arrays: Arrays,
     kept: jax.Array | None,
     bias: jax.Array | None,
     scale: float,
     window: tuple[int, int] | None,
     with_lse: bool,
-) -> bool:
-    """Whether mask, bias and window must be added to the scores, which no kernel does."""
-    if window is not None and (kept is not None or with_lse):
-        return True
-    if kept is not None and kept.shape[1:3] != (1, 1):
-        return True
-    if bias is None:
-        return False
-    by_head = bias.shape[1] != 1 and arrays.query.shape[2] != arrays.key.shape[2]
-    return by_head or bias.shape[2] != 1 or not scale
+) -> jax.Array | None:
+    """Adds up what no kernel takes to a bias [U, N or 1, T or 1, S]; None if the kernels take it.
 
-
-def _as_bias(
-    arrays: Arrays,
-    kept: jax.Array | None,
-    bias: jax.Array | None,
-    window: tuple[int, int] | None,
-) -> jax.Array:
-    """Adds up mask, bias and window to a bias [U, N or 1, T or 1, S]; -inf hides a key."""
-    users, keys = arrays.keys
-    total = jnp.zeros((users, 1, 1, keys), jnp.float32)
+    These are mask, bias and window; a bias of -inf hides a key.
+    """
+    by_query = any(x is not None and x.shape[2] != 1 for x in (kept, bias))
+    is_masked = kept is not None and (kept.shape[1] != 1 or window is not None)
+    is_biased = False
     if bias is not None:
-        total = bias.astype(jnp.float32)
+        by_head = bias.shape[1] != 1 and arrays.query.shape[2] != arrays.key.shape[2]
+        is_biased = by_head or not scale or bool(arrays.key.dtype == jnp.float32)
+    if not (by_query or is_masked or is_biased or (window is not None and with_lse)):
+        return None
+    users, keys = arrays.keys
+    zeros = jnp.zeros((users, 1, 1, keys), jnp.float32)
+    total = zeros if bias is None else bias.astype(jnp.float32)
     if kept is not None:
         total = jnp.where(kept, total, -jnp.inf)
     if window is not None:
-        q_len = arrays.query.shape[1]
-        key_places, places = (jnp.arange(size, dtype=jnp.int32) for size in (keys, q_len))
+        sizes = (keys, arrays.query.shape[1])
+        key_places, places = (jnp.arange(size, dtype=jnp.int32) for size in sizes)
         place = key_places[None] - places[:, None]
         is_near = (place >= -window[0]) & (place <= window[1])
         total = jnp.where(is_near[None, None], total, -jnp.inf)
@@ -193,17 +186,15 @@ def _as_bias(
 def _with_bias(arrays: Arrays, bias: jax.Array, scale: float) -> Arrays:
     """Adds a bias [U, K or 1, S] to the scores: further columns of 1 meet it in the keys.
 
-    Three numbers of the keys' dtype hold a float32. In float32, products of the TensorFloat-32 that
-    GPUs may take are exact for numbers of bfloat16.
+    Three numbers of the keys' dtype hold a float32.
     """
     query, key, value = arrays[:3]
     width = key.shape[3]
-    dtype = jnp.bfloat16 if key.dtype == jnp.float32 else key.dtype
-    limit = float(jnp.finfo(dtype).max)
+    limit = float(jnp.finfo(key.dtype).max)
     rest = jnp.clip(jnp.swapaxes(bias, 1, 2).astype(jnp.float32) / scale, -limit, limit)
     columns = []
     for _ in range(_BIAS_COLUMNS):
-        left = jax.lax.stop_gradient(rest - rest.astype(dtype).astype(jnp.float32))
+        left = jax.lax.stop_gradient(rest - rest.astype(key.dtype).astype(jnp.float32))
         # The first column alone has the bias's gradient, which this rounding does not round.
         columns.append((rest - left).astype(key.dtype))
         rest = left
@@ -211,9 +202,7 @@ def _with_bias(arrays: Arrays, bias: jax.Array, scale: float) -> Arrays:
     of_queries = jnp.ones((*query.shape[:3], _BIAS_COLUMNS), query.dtype)
     # The kernels take few widths; XLA takes all.
     needed = width + _BIAS_COLUMNS
-    wide = needed
-    if key.dtype != jnp.float32:
-        wide = next((width for width in sorted(HEAD_DIMS) if width >= needed), needed)
+    wide = next((width for width in sorted(HEAD_DIMS) if width >= needed), needed)
 
     def widened(*parts: jax.Array) -> jax.Array:
         joined = jnp.concatenate(parts, axis=-1)
