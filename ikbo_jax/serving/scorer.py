@@ -204,10 +204,10 @@ class Scorer(BatchScorer):
 
     Raises:
       ValueError: if `buckets`, `joint` or `features_of` has another type, the states of the largest
-        bucket's users take more than `user_bytes`, a weight is not an array or not finite, a candidate has no
-        array, JAX would cut a feature to another dtype (64 bits without jax_enable_x64), `score`
-        returns anything but one array, or a result of the model has another first axis than its
-        inputs.
+        bucket's users take more than `user_bytes`, a weight is not an array or not finite, a
+        candidate has no array, JAX would cut a feature to another dtype (64 bits without
+        jax_enable_x64), `score` returns anything but one array, or a result of the model has
+        another first axis than its inputs.
     """
 
     def __init__(
