@@ -150,9 +150,8 @@ def split(tree: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
 
     def merged(arrays: list[Any]) -> Any:
         rest = iter(arrays)
-        return treedef.unflatten(
-            next(rest) if y else x for x, y in zip(leaves, traced, strict=True)
-        )
+        values = [next(rest) if is_array else x for x, is_array in zip(leaves, traced, strict=True)]
+        return jax.tree.unflatten(treedef, values)
 
     return [x for x, is_array in zip(leaves, traced, strict=True) if is_array], merged
 

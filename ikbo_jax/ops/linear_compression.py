@@ -274,11 +274,11 @@ def _compress(
 def _check(terms: tuple[Term, ...], names: tuple[_Names, ...]) -> None:
     """Raises ValueError, quoting both conflicting values, unless the terms agree."""
     for term, name in zip(terms, names, strict=True):
-        is_padded = isinstance(term.weight, PaddedWeight)
-        rows = term.weight.rows if is_padded else term.weight
+        weight = term.weight
+        rows = weight.rows if isinstance(weight, PaddedWeight) else weight
         arguments.check_array(name.weight, rows, f"[M, {name.k}]")
-        if is_padded:
-            k = arguments.integer(f"k of {name.weight}", term.weight.k)
+        if isinstance(weight, PaddedWeight):
+            k = arguments.integer(f"k of {name.weight}", weight.k)
             if rows.shape[1] < k:
                 raise ValueError(f"{name.weight} has K={k} but rows of shape {rows.shape}")
         arguments.check_array(name.embedding, term.embedding, f"[{name.batch}, {name.k}, N]")
