@@ -275,12 +275,12 @@ def _check(terms: tuple[Term, ...], names: tuple[_Names, ...]) -> None:
     """Raises ValueError, quoting both conflicting values, unless the terms agree."""
     for term, name in zip(terms, names, strict=True):
         weight = term.weight
-        rows = weight.rows if isinstance(weight, PaddedWeight) else weight
-        arguments.check_array(name.weight, rows, f"[M, {name.k}]")
+        matrix = weight.rows if isinstance(weight, PaddedWeight) else weight
+        arguments.check_array(name.weight, matrix, f"[M, {name.k}]")
         if isinstance(weight, PaddedWeight):
             k = arguments.integer(f"k of {name.weight}", weight.k)
-            if rows.shape[1] < k:
-                raise ValueError(f"{name.weight} has K={k} but rows of shape {rows.shape}")
+            if matrix.shape[1] < k:
+                raise ValueError(f"{name.weight} has K={k} but rows of shape {matrix.shape}")
         arguments.check_array(name.embedding, term.embedding, f"[{name.batch}, {name.k}, N]")
     (first, *_), (first_name, *_) = terms, names
     for term, name in zip(terms, names, strict=True):
