@@ -94,8 +94,7 @@ def check_function(caller: str, fn: Any) -> None:
     """Raises TypeError unless `fn` is a function."""
     if not callable(fn):
         raise TypeError(
-            f"{caller} takes a function and its arguments: pass the function and its arguments, "
-            f"{caller}(f, x), but fn is {describe(fn)}"
+            f"pass the function and its arguments, {caller}(f, x), but fn is {describe(fn)}"
         )
 
 
