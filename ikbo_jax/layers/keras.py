@@ -189,6 +189,10 @@ class CandidateAttention(_Layer):
         Keras passes the mask [U, S] of `x_user`; attention does not depend on the order of rows.
         """
         if x_user_mask is not None:
+            if x_user_mask.shape != x_user.shape[:2]:
+                raise ValueError(
+                    f"x_user_mask has shape {x_user_mask.shape} but x_user has {x_user.shape}"
+                )
             rows = x_user[:, :, None]
             lengths, rows = visible_first(x_user_mask, _as_int32(lengths), rows)
             x_user = rows[:, :, 0]

@@ -145,6 +145,8 @@ def test_a_keras_model_is_saved_loaded_and_trained(keras: Any, tmp_path: Any) ->
     rows = jnp.stack([X_USER[0, jnp.array([0, 2, 3, 5])], X_USER[1, 1:5]])
     params = {w.name: w.value for w in attend.weights}
     np.testing.assert_allclose(masked, functional.attend(params, X_CAND, rows, INDEX), atol=1e-5)
+    with pytest.raises(ValueError, match=r"x_user_mask has shape \(5, 6\) but x_user has \(2, 6,"):
+        attend(X_CAND, X_USER, INDEX, x_user_mask=np.ones((5, 6), bool))
     with pytest.raises(
         ValueError, match="num_heads of CandidateAttention must be an integer of at least 1"
     ):
