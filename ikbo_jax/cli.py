@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
 import os
 import pathlib
 import platform
-import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -280,27 +280,21 @@ def _info(args: argparse.Namespace) -> int:
 
 
 def _plugins() -> str:
-    found = []
+    found = ""
     for name in ("jax-cuda12-plugin", "jax-cuda13-plugin"):
-        try:
-            found.append(f", {name} {metadata.version(name)}")
-        except metadata.PackageNotFoundError:
-            continue
-    return "".join(found)
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            found += f", {name} {metadata.version(name)}"
+    return found
 
 
 def _driver() -> str | None:
     """Returns the version of the NVIDIA driver; None if there is no driver."""
-    tool = shutil.which("nvidia-smi")
-    if tool is None:
-        return None
-    query = [tool, "--query-gpu=driver_version", "--format=csv,noheader"]
+    query = ("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
     try:
         result = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True)
     except (OSError, subprocess.SubprocessError):
         return None
-    lines = result.stdout.splitlines()
-    return lines[0].strip() if lines else None
+    return result.stdout.partition("\n")[0].strip() or None
 
 
 def _problem(args: argparse.Namespace) -> Problem:

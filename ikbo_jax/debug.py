@@ -6,6 +6,7 @@ traced values they take effect under `jax.experimental.checkify`: compiled code 
 raise.
 """
 
+import operator
 from typing import Any
 
 import jax
@@ -109,8 +110,13 @@ def _check_targets(name: str, lengths: Any, num_targets: Any) -> None:
 
 def _check_size(name: str, value: Any) -> None:
     """Raises ValueError unless `value` is an integer of at least 0, or symbolic."""
-    is_integer = hasattr(value, "__index__") and not isinstance(value, bool | np.ndarray)
-    if not is_integer or (isinstance(value, int | np.integer) and value < 0):
+    if jax.export.is_symbolic_dim(value):
+        return
+    try:
+        size = -1 if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        size = -1
+    if size < 0:
         raise ValueError(f"{name} must be an integer of at least 0, but is {value!r:.80}")
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 
 from ikbo_jax.ops import arguments, dispatch
-from ikbo_jax.ops.explain import Explanation, explain
+from ikbo_jax.ops.explain import Explanation, explain, split
 from ikbo_jax.problems import PROBLEMS, Problem
 from ikbo_jax.tuning import table, table_rows
 
@@ -165,7 +165,8 @@ def benchmark(
 
     Args:
       fn: a function that JAX can trace, or several by name.
-      *args: arguments of every function: pytrees of arrays.
+      *args: arguments of every function: pytrees of arrays; other values are passed unchanged,
+        as in `ikbo_jax.explain`.
       window_s: least seconds of a window, above 0.
       rounds: number of windows of each function, at least 1.
 
@@ -192,12 +193,17 @@ def benchmark(
     if arguments.finite_number("window_s", window_s) <= 0:
         raise ValueError(f"window_s must be above 0, but is {window_s}")
     rounds = arguments.integer("rounds", rounds, 1)
-    jitted = {name: jax.jit(function) for name, function in functions.items()}
-    thunks = {name: functools.partial(function, *args) for name, function in jitted.items()}
+    arrays, merged = split(args)
+
+    def jitted_call(function: Callable[..., Any]) -> Callable[..., Any]:
+        return jax.jit(lambda arrays: function(*merged(arrays)))
+
+    jitted = {name: jitted_call(function) for name, function in functions.items()}
+    thunks = {name: functools.partial(function, arrays) for name, function in jitted.items()}
     samples = _timing.interleaved_ms(thunks, window_s=window_s, rounds=rounds)
     timings = {name: Timing(tuple(ms), False) for name, ms in samples.items()}
     if min(timing.ms for timing in timings.values()) < device_time.MOST_CALL_MS:
-        times = device_time.measure_all({name: (x, args) for name, x in jitted.items()})
+        times = device_time.measure_all({name: (x, (arrays,)) for name, x in jitted.items()})
         if any(found.ms < device_time.SHORT_MS for found in times.values()):
             timings = {name: Timing(tuple(times[name].busy_ms), True) for name in timings}
     return timings if isinstance(fn, Mapping) else timings[""]

@@ -20,8 +20,6 @@
 # runs on a CPU, where XLA computes both; on a Hopper GPU the second one is a kernel.
 
 # %%
-import os
-
 import jax
 import jax.numpy as jnp
 import matplotlib.pyplot as plt
@@ -29,10 +27,8 @@ import numpy as np
 
 import ikbo_jax as ikbo
 
-IS_SMALL = "IKBO_SMALL" in os.environ  # The tests run this notebook with small sizes.
-USERS = 2 if IS_SMALL else 4
-PER_USER = [1, 4] if IS_SMALL else [1, 2, 4, 8, 16, 32, 64]
-M, N, K_CAND, K_USER = (8, 16, 8, 16) if IS_SMALL else (64, 64, 128, 512)
+USERS, PER_USER = 4, [1, 2, 4, 8, 16, 32, 64]
+M, N, K_CAND, K_USER = 64, 64, 128, 512
 
 # %% [markdown]
 # ## The layer

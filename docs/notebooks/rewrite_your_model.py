@@ -19,8 +19,6 @@
 # finds a copy that stays, and removes it.
 
 # %%
-import os
-
 import jax
 import jax.numpy as jnp
 import matplotlib.pyplot as plt
@@ -28,8 +26,7 @@ import numpy as np
 
 import ikbo_jax as ikbo
 
-IS_SMALL = "IKBO_SMALL" in os.environ  # The tests run this notebook with small sizes.
-B, U, S, D = (12, 2, 4, 16) if IS_SMALL else (512, 8, 64, 64)
+B, U, S, D = 512, 8, 64, 64  # candidates, users, events of a history, width
 
 # %% [markdown]
 # ## A ranker as people write it

@@ -294,6 +294,8 @@ def cast(
     arguments.check_runnable(layer, named)
     refusal = f"{layer} computes in bfloat16, float16 or float32, but"
     for name, x in named.items():
+        if not hasattr(x, "dtype"):
+            raise ValueError(f"{layer}: {name} must be an array, but is {arguments.describe(x)}")
         if not jnp.issubdtype(x.dtype, jnp.integer) and str(x.dtype) not in _PROMOTED:
             raise ValueError(f"{refusal} {name} is {x.dtype}")
     chosen = "dtype is"
@@ -357,7 +359,8 @@ def attention_fn(cand_to_user: jax.Array) -> Callable[..., jax.Array]:
         is_causal: bool = False,
     ) -> jax.Array:
         del broadcast_dropout, dropout_rng
-        if dropout_rate and not deterministic:
+        rate = arguments.finite_number("dropout_rate", dropout_rate)
+        if rate and not arguments.flag("deterministic", deterministic):
             raise NotImplementedError(
                 f"attention_fn has no dropout of attention weights, but dropout_rate={dropout_rate}"
             )

@@ -210,6 +210,7 @@ def _check_cache(cache: Any, cu_seqlens: jax.Array, head: tuple[int, int], dtype
     """Raises ValueError, naming both values, unless the cache has rows of the same sequences."""
     if not isinstance(cache, HstuCache):
         raise ValueError(f"HSTU: cache must be an HstuCache, but is {arguments.describe(cache)}")
+    arguments.check_runnable("HSTU", (cache, cu_seqlens))
     key, value, offsets = cache
     arguments.check_offsets("cache.cu_seqlens", "batch", offsets)
     if offsets.shape != cu_seqlens.shape:
@@ -225,7 +226,6 @@ def _check_cache(cache: Any, cu_seqlens: jax.Array, head: tuple[int, int], dtype
                 f"{dtype}[total, {head[0]}, {head[1]}]"
             )
     arguments.check_sizes("cache.key", key, "cache.value", value, ("total", " ", " "))
-    arguments.check_runnable("HSTU", (cache, cu_seqlens))
 
 
 def _groups(

@@ -20,6 +20,7 @@ os.environ.setdefault("KERAS_BACKEND", "jax")
 import keras
 
 from ikbo_jax.layers import calls, functional, parameters
+from ikbo_jax.ops.dot_product_attention import visible_first
 
 if keras.backend.backend() != "jax":
     raise ImportError(
@@ -135,6 +136,8 @@ class CandidateAttention(_Layer):
       head_dim: H.
       out_features: width of the result; None means the width of `x_cand`.
       logit_cap: bound of the scores, as in `ikbo_jax.attention`; None: there is none.
+
+    Rows of `x_user` that Keras's mask hides have no effect. The result has the mask of `x_cand`.
     """
 
     saved = ("num_heads", "head_dim", "out_features", "logit_cap")
@@ -150,6 +153,7 @@ class CandidateAttention(_Layer):
         super().__init__(**options)
         self.num_heads, self.head_dim = num_heads, head_dim
         self.out_features, self.logit_cap = out_features, logit_cap
+        self.supports_masking = True
 
     def build(
         self,
@@ -157,12 +161,20 @@ class CandidateAttention(_Layer):
         x_user_shape: Any = None,
         cand_to_user_shape: Any = None,
         lengths_shape: Any = None,
+        x_user_mask_shape: Any = None,
     ) -> None:
         """Makes the parameters for inputs of these shapes; an input that is None has none."""
-        del cand_to_user_shape, lengths_shape
+        del cand_to_user_shape, lengths_shape, x_user_mask_shape
         width = self._size("x_cand", x_cand_shape, 2)
         user_width = self._size("x_user", x_user_shape, 2)
         self._make(calls.CandidateAttention._specs(self, width, user_width))
+
+    def compute_output_shape(
+        self, x_cand_shape: Any, *of_others: Any, **named: Any
+    ) -> tuple[Any, ...]:
+        """Returns the shape of the result, also where sizes of the inputs are None."""
+        del of_others, named
+        return *x_cand_shape[:2], self.out_features or x_cand_shape[2]
 
     def call(
         self,
@@ -170,8 +182,20 @@ class CandidateAttention(_Layer):
         x_user: jax.Array,
         cand_to_user: jax.Array,
         lengths: jax.Array | None = None,
+        x_user_mask: jax.Array | None = None,
     ) -> jax.Array:
-        """Attends as `functional.attend`; `lengths` are its `key_value_seq_lengths`."""
+        """Attends as `functional.attend`; `lengths` are its `key_value_seq_lengths`.
+
+        Keras passes the mask [U, S] of `x_user`; attention does not depend on the order of rows.
+        """
+        if x_user_mask is not None:
+            if x_user_mask.shape != x_user.shape[:2]:
+                raise ValueError(
+                    f"x_user_mask has shape {x_user_mask.shape} but x_user has {x_user.shape}"
+                )
+            rows = x_user[:, :, None]
+            lengths, rows = visible_first(x_user_mask, _as_int32(lengths), rows)
+            x_user = rows[:, :, 0]
         return functional.attend(
             *(self._parameters(), x_cand, x_user, _as_int32(cand_to_user)),
             key_value_seq_lengths=_as_int32(lengths),

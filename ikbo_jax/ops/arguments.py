@@ -53,7 +53,8 @@ def check_name(what: str, value: Any, known: Iterable[str | None], of: str = "")
 def check_runnable(op: str, arrays: Any) -> None:
     """Raises ValueError unless all arrays have values, on the same devices if none is traced.
 
-    Also raises it for a masked array of NumPy, some of whose values do not count.
+    Also raises it for a masked array of NumPy, some of whose values do not count, and for arrays of
+    other libraries, of which JAX says only that it cannot trace them.
     """
     leaves = jax.tree.leaves(arrays)
     for leaf in leaves:
@@ -66,6 +67,11 @@ def check_runnable(op: str, arrays: Any) -> None:
             # JAX refuses it only where no program for such shapes is compiled yet.
             raise ValueError(
                 f"{op} takes no masked array, but one is {describe(leaf)}; fill it by .filled()"
+            )
+        if hasattr(leaf, "dtype") and not isinstance(leaf, (jax.Array, np.ndarray, np.generic)):
+            raise ValueError(
+                f"{op} takes arrays of JAX or NumPy, but one is a {type(leaf).__name__}, "
+                f"{describe(leaf)}; convert it by jnp.asarray"
             )
     if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
         return
@@ -88,15 +94,15 @@ def check_function(caller: str, fn: Any) -> None:
     """Raises TypeError unless `fn` is a function."""
     if not callable(fn):
         raise TypeError(
-            f"{caller} takes a function and its arguments: pass the function and its arguments, "
-            f"{caller}(f, x), but fn is {describe(fn)}"
+            f"pass the function and its arguments, {caller}(f, x), but fn is {describe(fn)}"
         )
 
 
 def check_array(name: str, array: object, axes: str) -> None:
     """Raises ValueError unless `array` has the rank of `axes`, e.g. "[M, K]", and a known dtype."""
     shape, dtype = getattr(array, "shape", None), getattr(array, "dtype", None)
-    if shape is None or dtype is None:
+    # A `PaddedWeight` has a shape and a dtype, but no values to index.
+    if shape is None or dtype is None or not hasattr(array, "__getitem__"):
         raise ValueError(f"{name} must be an array of shape {axes}, but is {describe(array)}")
     if len(shape) != axes.count(",") + 1:
         raise ValueError(f"{name} must have shape {axes}, but has shape {shape}")
@@ -178,7 +184,8 @@ def strongly_typed(arrays: Any) -> Any:
 
 def describe(value: object) -> str:
     """Formats a value for an error: dtype and shape of an array, the type of any other value."""
-    if hasattr(value, "shape") and hasattr(value, "dtype"):
+    has_values = hasattr(value, "__getitem__") or isinstance(value, jax.ShapeDtypeStruct)
+    if has_values and hasattr(value, "shape") and hasattr(value, "dtype"):
         return f"{value.dtype}{list(value.shape)}"
     return "None" if value is None else _with_article(type(value).__name__)
 
@@ -254,7 +261,8 @@ def flag(name: str, value: Any) -> bool:
     takes for true, and for a traced value.
     """
     kinds = (int, np.bool_, np.integer, np.ndarray, jax.Array)
-    if isinstance(value, kinds) and not isinstance(value, jax.core.Tracer):
+    has_values = not str(getattr(value, "dtype", "")).startswith("key")
+    if isinstance(value, kinds) and has_values and not isinstance(value, jax.core.Tracer):
         known = np.asarray(value)
         if not known.shape and known in (0, 1):
             return bool(known)

@@ -41,10 +41,13 @@ def dot_product_attention(
       query: [B, T, N, H], bfloat16, float16 or float32: T queries of each of B candidates.
       key: [U, S, K, H], same dtype: S keys of each of U users. N is a multiple of K.
       value: [U, S, K, H], same dtype.
-      bias: added to the scores, [U or 1, N or 1, 1, S] of floats, or of lower rank; a bias that
-        differs by head needs N = K. It widens the heads by three columns, in bfloat16 and float16
-        to the next width of the kernels. In float16 it counts as at most 65504 · scale.
-      mask: which keys of their user candidates see, [U or 1, 1, 1, S] bool, or of lower rank.
+      bias: added to the scores, [U or 1, N or 1, T or 1, S or 1] of floats, or of lower rank. The
+        kernels take one that is the same for all queries, and for all heads unless N = K: it
+        widens the heads by three columns to the next width of the kernels, and in float16 it counts
+        as at most 65504 · scale.
+      mask: which keys of their user candidates see, [U or 1, N or 1, T or 1, S or 1] bool, or of
+        lower rank. The kernels take one that is the same for all queries and heads, without
+        `is_causal` and `local_window_size`.
       cand_to_user: [B] int32, the user of every candidate, values in [0, U), in any order; others
         are clamped.
       scale: factor of the scores; None means 1 / sqrt(H).
@@ -54,21 +57,21 @@ def dot_product_attention(
       local_window_size: (left, right), or one number for both: query t sees only the keys t − left
         to t + right.
       implementation: None, "mosaic_gpu" or "xla", as in `ikbo_jax.attention`.
-      return_residual: whether to return lse as well.
+      return_residual: whether to return lse as well. The kernels do so without `is_causal` and
+        `local_window_size`.
 
     Returns:
       [B, T, N, H] in the inputs' dtype; with `return_residual` also lse [B, T, N], in the same
       dtype, without a gradient. A query without keys has result 0 (in `jax.nn`, the mean of all
       values) and lse -inf. Runs `ikbo_jax.attention`, or with `is_causal` or `local_window_size`
-      `ikbo_jax.gdpa`; `ikbo_jax.explain` says how. Differentiable in reverse mode with respect to
-      query, key, value and bias.
+      `ikbo_jax.gdpa`; what the kernels do not take, XLA adds to the scores, from one array
+      [U, N or 1, T or 1, S] f32. `ikbo_jax.explain` says how. Differentiable in reverse mode with
+      respect to query, key, value and bias.
 
     Raises:
       ValueError: ranks, sizes or dtypes are wrong or disagree; a window is not of integers of at
         least 0; otherwise as `ikbo_jax.attention`.
-      NotImplementedError: bias or mask differs by query; a mask differs by head; a bias differs by
-        head and N is not K; scale is 0 with a bias; `is_causal` or `local_window_size` with a mask
-        or with `return_residual`; otherwise as `ikbo_jax.attention`.
+      NotImplementedError: as `ikbo_jax.attention`.
 
     Source: `jax.nn.dot_product_attention`.
     """
@@ -81,20 +84,24 @@ def dot_product_attention(
     scale = arguments.finite_number("scale", width**-0.5 if scale is None else scale)
     with_lse = arguments.flag("return_residual", return_residual)
     window = _window(arguments.flag("is_causal", is_causal), local_window_size)
-    if window is not None and (mask is not None or with_lse):
-        name = "is_causal" if is_causal else "local_window_size"
-        other = "return_residual" if mask is None else "mask"
-        raise NotImplementedError(f"dot_product_attention takes no {other} with {name}")
-    kept = None if mask is None else _by_head("mask", mask, arrays)[:, 0]
-    if bias is not None:
-        arrays = _with_bias(arrays, _by_head("bias", bias, arrays), scale)
-    if kept is not None:
-        arrays = _visible_first(arrays, kept)
+    kept = None if mask is None else _by_head("mask", mask, arrays)
+    added = None if bias is None else _by_head("bias", bias, arrays)
     lse = None
+    of_scores = _bias_of_scores(arrays, kept, added, scale, window, with_lse)
+    if of_scores is not None:
+        window = None
+    else:
+        if added is not None:
+            arrays = _with_bias(arrays, added[:, :, 0], scale)
+        if kept is not None:
+            kept = kept[:, 0, 0]
+            lengths, key, value = visible_first(kept, arrays.lengths, arrays.key, arrays.value)
+            arrays = arrays._replace(key=key, value=value, lengths=lengths)
     if window is None:
         out, lse = attention(
             *arrays[:4],
             scale=scale,
+            bias=of_scores,
             key_value_seq_lengths=arrays.lengths,
             implementation=implementation,
             return_residuals=True,
@@ -128,47 +135,66 @@ def _window(is_causal: bool, size: Any) -> tuple[int, int] | None:
 
 
 def _by_head(name: str, array: Any, arrays: Arrays) -> jax.Array:
-    """Checks a mask or a bias of the users' keys; returns it as [U, N or 1, S]."""
+    """Checks a mask or a bias; returns it as [U, N or 1, T or 1, S]."""
     is_mask, dtype = name == "mask", getattr(array, "dtype", None)
     if dtype is None or not jnp.issubdtype(dtype, jnp.bool_ if is_mask else jnp.floating):
         kind = "bool" if is_mask else "floating-point"
         raise ValueError(f"{name} must be a {kind} array, but is {arguments.describe(array)}")
-    (_, q_len, q_heads, _), (users, keys, kv_heads, _) = arrays.query.shape, arrays.key.shape
+    (_, q_len, q_heads, _), (users, keys) = arrays.query.shape, arrays.keys
     whole, shape = (users, q_heads, q_len, keys), (1,) * (4 - array.ndim) + array.shape
     if len(shape) != 4 or any(x not in (1, size) for x, size in zip(shape, whole, strict=True)):
         raise ValueError(
             f"{name} has shape {array.shape}, which does not broadcast to [U, N, T, S] = {whole}"
         )
-    if shape[2] != 1:
-        raise NotImplementedError(
-            f"dot_product_attention takes no {name} that differs by query, but {name} has shape "
-            f"{array.shape}; see is_causal and local_window_size"
-        )
-    if shape[1] != 1 and (is_mask or q_heads != kv_heads):
-        heads = "" if is_mask else f" where query has N={q_heads} and key K={kv_heads}"
-        raise NotImplementedError(
-            f"dot_product_attention takes no {name} that differs by head{heads}, but {name} has "
-            f"shape {array.shape}"
-        )
-    return jnp.broadcast_to(array.reshape(shape)[:, :, 0], (users, shape[1], keys))
+    return jnp.broadcast_to(array.reshape(shape), (users, *shape[1:3], keys))
+
+
+def _bias_of_scores(
+    arrays: Arrays,
+    kept: jax.Array | None,
+    bias: jax.Array | None,
+    scale: float,
+    window: tuple[int, int] | None,
+    with_lse: bool,
+) -> jax.Array | None:
+    """Adds up what no kernel takes to a bias [U, N or 1, T or 1, S]; None if the kernels take it.
+
+    These are mask, bias and window; a bias of -inf hides a key.
+    """
+    by_query = any(x is not None and x.shape[2] != 1 for x in (kept, bias))
+    is_masked = kept is not None and (kept.shape[1] != 1 or window is not None)
+    is_biased = False
+    if bias is not None:
+        by_head = bias.shape[1] != 1 and arrays.query.shape[2] != arrays.key.shape[2]
+        is_biased = by_head or not scale or bool(arrays.key.dtype == jnp.float32)
+    if not (by_query or is_masked or is_biased or (window is not None and with_lse)):
+        return None
+    users, keys = arrays.keys
+    zeros = jnp.zeros((users, 1, 1, keys), jnp.float32)
+    total = zeros if bias is None else bias.astype(jnp.float32)
+    if kept is not None:
+        total = jnp.where(kept, total, -jnp.inf)
+    if window is not None:
+        sizes = (keys, arrays.query.shape[1])
+        key_places, places = (jnp.arange(size, dtype=jnp.int32) for size in sizes)
+        place = key_places[None] - places[:, None]
+        is_near = (place >= -window[0]) & (place <= window[1])
+        total = jnp.where(is_near[None, None], total, -jnp.inf)
+    return total
 
 
 def _with_bias(arrays: Arrays, bias: jax.Array, scale: float) -> Arrays:
     """Adds a bias [U, K or 1, S] to the scores: further columns of 1 meet it in the keys.
 
-    Three numbers of the keys' dtype hold a float32. In float32, products of the TensorFloat-32 that
-    GPUs may take are exact for numbers of bfloat16.
+    Three numbers of the keys' dtype hold a float32.
     """
-    if not scale:
-        raise NotImplementedError("dot_product_attention takes no bias with scale=0")
     query, key, value = arrays[:3]
     width = key.shape[3]
-    dtype = jnp.bfloat16 if key.dtype == jnp.float32 else key.dtype
-    limit = float(jnp.finfo(dtype).max)
+    limit = float(jnp.finfo(key.dtype).max)
     rest = jnp.clip(jnp.swapaxes(bias, 1, 2).astype(jnp.float32) / scale, -limit, limit)
     columns = []
     for _ in range(_BIAS_COLUMNS):
-        left = jax.lax.stop_gradient(rest - rest.astype(dtype).astype(jnp.float32))
+        left = jax.lax.stop_gradient(rest - rest.astype(key.dtype).astype(jnp.float32))
         # The first column alone has the bias's gradient, which this rounding does not round.
         columns.append((rest - left).astype(key.dtype))
         rest = left
@@ -176,9 +202,7 @@ def _with_bias(arrays: Arrays, bias: jax.Array, scale: float) -> Arrays:
     of_queries = jnp.ones((*query.shape[:3], _BIAS_COLUMNS), query.dtype)
     # The kernels take few widths; XLA takes all.
     needed = width + _BIAS_COLUMNS
-    wide = needed
-    if key.dtype != jnp.float32:
-        wide = next((width for width in sorted(HEAD_DIMS) if width >= needed), needed)
+    wide = next((width for width in sorted(HEAD_DIMS) if width >= needed), needed)
 
     def widened(*parts: jax.Array) -> jax.Array:
         joined = jnp.concatenate(parts, axis=-1)
@@ -189,13 +213,14 @@ def _with_bias(arrays: Arrays, bias: jax.Array, scale: float) -> Arrays:
     )
 
 
-def _visible_first(arrays: Arrays, kept: jax.Array) -> Arrays:
-    """Moves the keys that `kept` [U, S] keeps to the front, and makes the others padding."""
-    if arrays.lengths is not None:
+def visible_first(
+    kept: jax.Array, lengths: jax.Array | None, *arrays: jax.Array
+) -> tuple[jax.Array, ...]:
+    """Moves the keys that `kept` [U, S] keeps to the front; returns their number and `arrays`."""
+    if lengths is not None:
         places = jnp.arange(kept.shape[1], dtype=jnp.int32)
-        kept = kept & (places[None] < arrays.lengths[:, None])
-    key, value = keys_first(kept, arrays.key, arrays.value)
-    return arrays._replace(key=key, value=value, lengths=jnp.sum(kept, axis=1, dtype=jnp.int32))
+        kept = kept & (places[None] < lengths[:, None])
+    return jnp.sum(kept, axis=1, dtype=jnp.int32), *keys_first(kept, *arrays)
 
 
 def keys_first(kept: jax.Array, *arrays: jax.Array) -> list[jax.Array]:

@@ -101,24 +101,20 @@ def explain(
       Exception: whatever `fn` raises while it is traced.
     """
     arguments.check_function("explain", fn)
-    leaves, treedef = jax.tree.flatten((args, kwargs))
-    traced = [_is_to_trace(leaf) for leaf in leaves]
+    arrays, merged = split((args, kwargs))
 
     def call(arrays: list[Any], fn: Callable[..., Any] = fn) -> Any:
-        rest = iter(arrays)
-        merged = [next(rest) if is_array else x for x, is_array in zip(leaves, traced, strict=True)]
-        call_args, call_kwargs = jax.tree.unflatten(treedef, merged)
+        call_args, call_kwargs = merged(arrays)
         out = fn(*call_args, **call_kwargs)
         return [x for x in jax.tree.leaves(out) if hasattr(x, "dtype")]
 
-    arrays = [leaf for leaf, is_array in zip(leaves, traced, strict=True) if is_array]
     found = list(marks(jax.make_jaxpr(call)(arrays).jaxpr))
     plans = tuple(mark for mark in found if isinstance(mark, dispatch.Plan))
     if plans and _xla_divides(arrays):
         plans = _of_parts(plans, call, arrays)
     names = [mark for mark in found if isinstance(mark, str)]
     notes = tuple(mark() for mark in found if not isinstance(mark, (dispatch.Plan, str)))
-    by_xla = _by_xla(fn, call, arrays) if compile else ""
+    by_xla = _by_xla(fn, call, arrays) if arguments.flag("compile", compile) else ""
     return Explanation(plans, notes, frozenset(names), by_xla)
 
 
@@ -147,8 +143,21 @@ def _counted_by_xla(call: Any, arrays: list[Any]) -> str:
     return f"{counts.get('flops', 0):.4g} FLOP, {counts.get('bytes accessed', 0):.4g} bytes"
 
 
+def split(tree: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
+    """Returns the arrays of a tree that are to be traced, and a function that puts them back."""
+    leaves, treedef = jax.tree.flatten(tree)
+    traced = [_is_to_trace(leaf) for leaf in leaves]
+
+    def merged(arrays: list[Any]) -> Any:
+        rest = iter(arrays)
+        values = [next(rest) if is_array else x for x, is_array in zip(leaves, traced, strict=True)]
+        return jax.tree.unflatten(treedef, values)
+
+    return [x for x, is_array in zip(leaves, traced, strict=True) if is_array], merged
+
+
 def _is_to_trace(leaf: Any) -> bool:
-    """Whether `explain` traces an argument: not if the call would then see something else.
+    """Whether an argument is traced: not if the call would then see something else.
 
     A number that must be known while tracing would be unknown, and an index that is refused for its
     int64 would be an int32.

@@ -105,8 +105,8 @@ def pad_weight(weight: jax.Array | PaddedWeight) -> PaddedWeight:
     """
     if isinstance(weight, PaddedWeight):
         return weight
-    arguments.check_array("weight", weight, "[M, K]")
     arguments.check_runnable("pad_weight", weight)
+    arguments.check_array("weight", weight, "[M, K]")
     k, multiple = weight.shape[1], WEIGHT_ALIGNMENT // weight.dtype.itemsize
     return PaddedWeight(pad_columns(weight, -(-k // multiple) * multiple), k)
 
@@ -274,13 +274,13 @@ def _compress(
 def _check(terms: tuple[Term, ...], names: tuple[_Names, ...]) -> None:
     """Raises ValueError, quoting both conflicting values, unless the terms agree."""
     for term, name in zip(terms, names, strict=True):
-        arguments.check_array(name.weight, term.weight, f"[M, {name.k}]")
-        if isinstance(term.weight, PaddedWeight):
-            shape, k = term.weight.rows.shape, term.weight.k
-            if isinstance(k, bool) or not hasattr(k, "__index__"):
-                raise ValueError(f"{name.weight} has k={k!r:.80}, but needs an integer K")
-            if len(shape) != 2 or shape[1] < k:
-                raise ValueError(f"{name.weight} has K={k} but rows of shape {shape}")
+        weight = term.weight
+        matrix = weight.rows if isinstance(weight, PaddedWeight) else weight
+        arguments.check_array(name.weight, matrix, f"[M, {name.k}]")
+        if isinstance(weight, PaddedWeight):
+            k = arguments.integer(f"k of {name.weight}", weight.k)
+            if matrix.shape[1] < k:
+                raise ValueError(f"{name.weight} has K={k} but rows of shape {matrix.shape}")
         arguments.check_array(name.embedding, term.embedding, f"[{name.batch}, {name.k}, N]")
     (first, *_), (first_name, *_) = terms, names
     for term, name in zip(terms, names, strict=True):

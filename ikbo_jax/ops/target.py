@@ -67,15 +67,18 @@ def export_target(card: str = DEFAULT.card, *, num_sms: int | None = None) -> It
 
 
 def _target(card: str, num_sms: int | None) -> Target:
+    if not isinstance(card, str) or (num_sms is None and card not in CARDS):
+        known = ", ".join(map(repr, CARDS))
+        raise ValueError(f"unknown card {card!r:.80}; known: {known}; for others, set num_sms")
     if num_sms is None:
-        if card not in CARDS:
-            known = ", ".join(map(repr, CARDS))
-            raise ValueError(f"unknown card {card!r}; known: {known}; for others, set num_sms")
         return Target(card, CARDS[card])
-    is_integer = hasattr(num_sms, "__index__") and not isinstance(num_sms, bool)
-    if not is_integer or operator.index(num_sms) < 1:
-        raise ValueError(f"num_sms must be an integer of at least 1, but is {num_sms!r}")
-    return Target(card, operator.index(num_sms))
+    try:
+        number = 0 if isinstance(num_sms, bool) else operator.index(num_sms)
+    except TypeError:
+        number = 0
+    if number < 1:
+        raise ValueError(f"num_sms must be an integer of at least 1, but is {num_sms!r:.80}")
+    return Target(card, number)
 
 
 def current() -> Target | None:

@@ -252,7 +252,8 @@ class BatchScorer:
 
         Raises:
           BadRequestError: if the candidates' structure, shape or dtype is not what the model
-            expects, they are more than the largest bucket has, or the key is not hashable.
+            expects, they are more than the largest bucket has, the key is not hashable, or
+            `features` is neither a function nor None.
         """
         self._checked(request)
 
@@ -270,6 +271,9 @@ class BatchScorer:
         found, most = len(leaves[0]), self.buckets.candidates[-1]
         if found > most:
             raise BadRequestError(f"a request has {found} candidates, at most {most} are possible")
+        if features is not None and not callable(features):
+            kind = type(features).__name__
+            raise BadRequestError(f"features is of {kind}, expected a function that returns them")
         return Checked(key, found, leaves, features)
 
     def rank(self, requests: Sequence[Request]) -> list[Answer | Exception]:

@@ -203,11 +203,11 @@ class Scorer(BatchScorer):
         beside it; measured once, before the scorer is ready.
 
     Raises:
-      ValueError: if `buckets` or `joint` has another type, the states of the largest bucket's users
-        take more than `user_bytes`, a weight is not an array or not finite, a candidate has no
-        array, JAX would cut a feature to another dtype (64 bits without jax_enable_x64), `score`
-        returns anything but one array, or a result of the model has another first axis than its
-        inputs.
+      ValueError: if `buckets`, `joint` or `features_of` has another type, the states of the largest
+        bucket's users take more than `user_bytes`, a weight is not an array or not finite, a
+        candidate has no array, JAX would cut a feature to another dtype (64 bits without
+        jax_enable_x64), `score` returns anything but one array, or a result of the model has
+        another first axis than its inputs.
     """
 
     def __init__(
@@ -226,6 +226,8 @@ class Scorer(BatchScorer):
         buckets = Buckets.checked(buckets)
         if not isinstance(joint, bool):
             raise ValueError(f"joint is {joint!r:.80}, expected a bool")
+        if features_of is not None and not callable(features_of):
+            raise ValueError(f"features_of is {features_of!r:.80}, expected a function")
         specs = specs_of(model, weights, user, candidate)
         check_finite(weights)
         state = jax.tree.leaves(specs.state)

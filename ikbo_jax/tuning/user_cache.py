@@ -204,16 +204,9 @@ def _lock_file(path: pathlib.Path) -> pathlib.Path:
 
 def _irregular(mode: int) -> str | None:
     """Names the kind of file with the st_mode `mode`; None for a regular file."""
-    kinds = {
-        stat.S_ISDIR: "a directory",
-        stat.S_ISFIFO: "a FIFO",
-        stat.S_ISSOCK: "a socket",
-        stat.S_ISCHR: "a device",
-        stat.S_ISBLK: "a device",
-    }
-    if stat.S_ISREG(mode):
-        return None
-    return next((kind for is_kind, kind in kinds.items() if is_kind(mode)), "something else")
+    kinds = {"-": None, "d": "a directory", "p": "a FIFO", "s": "a socket"}
+    # The first letter of what `ls -l` prints; the others are those of devices.
+    return kinds.get(stat.filemode(mode)[0], "a device")
 
 
 @contextlib.contextmanager
@@ -230,11 +223,8 @@ def _explained_os_errors(path: pathlib.Path) -> Iterator[None]:
 @contextlib.contextmanager
 def _locked(path: pathlib.Path) -> Iterator[None]:
     """Holds a file lock, so that concurrent writers on one machine lose no rows."""
-    try:
-        import fcntl
-    except ImportError:  # Not a POSIX system; the rename alone keeps the file well-formed.
-        yield
-        return
+    import fcntl  # Imported here, since systems that are not POSIX can read a cache, too.
+
     with open(path, "w", encoding="utf-8") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield

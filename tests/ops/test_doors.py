@@ -85,13 +85,18 @@ def test_decoding_masks_the_cache_as_flax_does(library: str) -> None:
     [
         ({"dropout_rate": 0.1}, "no dropout of attention weights, but dropout_rate=0.1"),
         ({"module": object()}, "keeps no attention weights for sow_weights=True"),
-        ({"is_causal": True, "mask": MASK}, "takes no mask with is_causal"),
+        ({"query": [1.0]}, "attention_fn: query must be an array, but is a list"),
+        ({"dropout_rate": np.ones(2)}, r"dropout_rate must be a number .*, but is float64\[2\]"),
+        (
+            {"dropout_rate": 0.1, "deterministic": "yes"},
+            "deterministic must be a bool known while tracing, but is a str, 'yes'",
+        ),
     ],
 )
 def test_attention_fn_refuses_by_name(options: Any, message: str) -> None:
     heads = jnp.ones((2, 6, 2, 8))
-    with pytest.raises(NotImplementedError, match=message):
-        attention_fn(INDEX)(heads[INDEX], heads, heads, **options)
+    with pytest.raises((NotImplementedError, ValueError), match=message):
+        attention_fn(INDEX)(**{"query": heads[INDEX], "key": heads, "value": heads} | options)
 
 
 @pytest.fixture
@@ -127,6 +132,21 @@ def test_a_keras_model_is_saved_loaded_and_trained(keras: Any, tmp_path: Any) ->
     loaded.compile("sgd", "mse")
     first, *_, last = (loaded.train_on_batch(arrays, np.ones((5, 4, 8))) for _ in range(4))
     assert last < first
+    # Rows that Keras's mask hides have no effect, wherever they are; their number may be unknown.
+    history, attend = keras.Input((None, 12)), layers.CandidateAttention(2, 8)
+    masked = attend(x_cand, keras.layers.Masking()(history), index)
+    masked = keras.Model([x_cand, history, index], masked).predict_on_batch(
+        [
+            arrays[0],
+            arrays[1] * np.array([[1, 0, 1, 1, 0, 1], [0, 1, 1, 1, 1, 0]])[..., None],
+            INDEX,
+        ]
+    )
+    rows = jnp.stack([X_USER[0, jnp.array([0, 2, 3, 5])], X_USER[1, 1:5]])
+    params = {w.name: w.value for w in attend.weights}
+    np.testing.assert_allclose(masked, functional.attend(params, X_CAND, rows, INDEX), atol=1e-5)
+    with pytest.raises(ValueError, match=r"x_user_mask has shape \(5, 6\) but x_user has \(2, 6,"):
+        attend(X_CAND, X_USER, INDEX, x_user_mask=np.ones((5, 6), bool))
     with pytest.raises(
         ValueError, match="num_heads of CandidateAttention must be an integer of at least 1"
     ):

@@ -43,6 +43,18 @@ CASES: dict[str, dict[str, Any]] = {
     "window": {"local_window_size": (1, 2), "query_seq_lengths": QUERIES},
     "causal_window": {"local_window_size": 2, "is_causal": True},
     "causal_lengths_bias": {"is_causal": True, "key_value_seq_lengths": LENGTHS, "bias": BIAS},
+    # What the kernels do not take is added to the scores. Every query keeps a key.
+    "scores_mask_by_query": {"mask": jnp.eye(T, S, dtype=bool), "bias": BIAS},
+    "scores_mask_by_head": {"mask": BIAS_OF_HEADS > -2, "query_seq_lengths": QUERIES},
+    "scores_bias_by_head": {"bias": BIAS_OF_HEADS},
+    "scores_bias_scale": {"bias": BIAS, "scale": 1e-40},
+    "scores_mask_causal": {"mask": MASK.at[:, :, :, 0].set(True), "is_causal": True},
+    "scores_mask_window": {
+        "mask": jnp.ones((1, 1, T, 1), bool),
+        "local_window_size": (2, 0),
+        "key_value_seq_lengths": LENGTHS,
+    },
+    "scores_lse_causal": {"return_residual": True, "is_causal": True},
 }
 
 
@@ -67,10 +79,11 @@ def test_results_and_gradients_are_those_on_copies(name: str) -> None:
 
     def loss(attend: Any, *arrays: jax.Array) -> tuple[jax.Array, jax.Array]:
         rest = options | ({"bias": arrays[3]} if "bias" in options else {})
-        out = attend(*arrays[:3], **rest)
+        result = attend(*arrays[:3], **rest)
+        out = result[0] if options.get("return_residual") else result
         return jnp.sum(
             out * jnp.cos(jnp.arange(out.size, dtype=jnp.float32)).reshape(out.shape)
-        ), out
+        ), result
 
     def computed(attend: Any) -> Any:
         with jax.default_matmul_precision("highest"):
@@ -166,33 +179,20 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         "unknown implementation 'cudnn'",
     ),
 }
-#: What is legal, and no kernel computes.
-UNSUPPORTED: dict[str, tuple[dict[str, Any], str]] = {
-    "mask_by_query": (
-        {"mask": jnp.ones((T, S), bool)},
-        "takes no mask that differs by query, but mask has shape (4, 6); see is_causal",
-    ),
-    "mask_by_head": (
-        {"mask": jnp.ones((1, N, 1, S), bool)},
-        "takes no mask that differs by head, but mask has shape (1, 4, 1, 6)",
-    ),
-    "bias_by_head": (
-        {"bias": BIAS_OF_HEADS},
-        "takes no bias that differs by head where query has N=4 and key K=2, but bias",
-    ),
-    "bias_scale": ({"bias": BIAS, "scale": 1e-40}, "no bias with scale=0"),
-    "mask_causal": ({"mask": MASK, "is_causal": True}, "takes no mask with is_causal"),
-    "mask_window": ({"mask": MASK, "local_window_size": 1}, "takes no mask with local_window_size"),
-    "lse_causal": (
-        {"return_residual": True, "is_causal": True},
-        "takes no return_residual with is_causal",
-    ),
-}
 
 
-@pytest.mark.parametrize("name", WRONG | UNSUPPORTED)
+@pytest.mark.parametrize("name", WRONG)
 def test_refusals_name_the_argument(name: str) -> None:
-    options, message = (WRONG | UNSUPPORTED)[name]
-    error = ValueError if name in WRONG else NotImplementedError
-    with pytest.raises(error, match=re.escape(message)):
+    options, message = WRONG[name]
+    with pytest.raises(ValueError, match=re.escape(message)):
         ours(*drawn(), **options)
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name.startswith("scores_")])
+def test_explain_says_what_no_kernel_takes(name: str) -> None:
+    shapes = [ones(*x.shape[:3], 64) for x in drawn()]
+    (plan,) = ikbo.explain(lambda *x: ours(*x, **CASES[name]), *shapes).plans
+    assert (plan.implementation, plan.cuda.implementation) == ("xla", "xla")
+    assert plan.cuda.reason.endswith(": a bias runs in XLA")
+    with pytest.raises(NotImplementedError, match="a bias runs in XLA"):
+        jax.eval_shape(lambda *x: ours(*x, **CASES[name], implementation="mosaic_gpu"), *shapes)

@@ -15,7 +15,7 @@ from refusals import ones
 
 import ikbo_jax as ikbo
 from ikbo_jax.debug import check_index, check_lengths, check_offsets
-from ikbo_jax.layers import HstuCache, functional, hstu_layer
+from ikbo_jax.layers import HstuCache, attention_fn, functional, hstu_layer
 
 INDEX = np.zeros(7, np.int32)
 OFFSETS = np.array([0, 3, 5], np.int32)
@@ -94,6 +94,10 @@ ALL = OPS | {
         ikbo.gated_linear,
         OPS["gated_linear"][1]
         | {"u": ones(5, 2, 4), "residual": ones(5, 16), "shared_residual": ones(1, 16)},
+    ),
+    "attention_fn": (
+        lambda cand_to_user, **arrays: attention_fn(cand_to_user)(**arrays),
+        of_attention.ARRAYS,
     ),
     "hstu_layer": (
         lambda x, cu_seqlens, **params: hstu_layer(
@@ -229,6 +233,28 @@ def test_there_is_no_time_of_shapes() -> None:
         ValueError, match=r"benchmark takes arrays with values, but .* float32\[2\]"
     ):
         jax.jit(lambda x: ikbo.benchmark(jnp.sin, x).ms)(jnp.ones(2))
+
+
+def test_what_has_a_shape_and_a_dtype_is_not_yet_an_array() -> None:
+    padded, reference = ikbo.pad_weight(ones(3, 8)), jax.new_ref(jnp.ones((3, 8)))
+    with pytest.raises(ValueError, match="user must be an array .*, but is a PaddedWeight"):
+        ikbo.look_up(padded, INDEX)
+    for fn in (ikbo.look_up, lambda x, i: functional.look_up({"table": x}, i)):
+        with pytest.raises(
+            ValueError, match="takes arrays of JAX or NumPy, but one is a .*asarray"
+        ):
+            fn(reference, INDEX)
+    with pytest.raises(ValueError, match="is_causal must be a bool .*, but is key<fry>"):
+        ikbo.dot_product_attention(**of_attention.ARRAYS, is_causal=jax.random.key(0))
+    with pytest.raises(ValueError, match=r"unknown card \['H100'\]; known"):
+        ikbo.export_target(["H100"], num_sms=3).__enter__()
+
+
+def test_other_values_than_arrays_are_passed_to_what_is_timed() -> None:
+    timing = ikbo.benchmark(
+        lambda x, size, name: jnp.ones(size) * x[name], {"a": jnp.ones(())}, 3, "a", window_s=0.001
+    )
+    assert timing.ms > 0
 
 
 def test_numbers_of_numpy_are_integers_and_shapes_are_no_weights() -> None:

@@ -392,9 +392,12 @@ def test_errors_name_both_values() -> None:
         *(
             (
                 ikbo.PaddedWeight(jnp.ones(s, jnp.bfloat16), 5),
-                f"w_cand has K=5 but rows of shape {s}",
+                message,
             )
-            for s in ((10, 4), (10,))
+            for s, message in (
+                ((10, 4), "w_cand has K=5 but rows of shape (10, 4)"),
+                ((10,), "w_cand must have shape [M, K_cand], but has shape (10,)"),
+            )
         ),
     ):
         with pytest.raises(ValueError, match=re.escape(message)):

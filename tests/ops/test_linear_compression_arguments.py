@@ -56,11 +56,11 @@ BAD_TERMS: dict[str, tuple[Any, str]] = {
     ),
     "padded_of_text": (
         [TERM._replace(weight=ikbo.PaddedWeight(ones(10, 64), "6"))],
-        "terms[0].weight has k='6', but needs an integer K",
+        "k of terms[0].weight must be an integer of at least 0, known while tracing, but is '6'",
     ),
     "padded_of_nothing": (
         [TERM._replace(weight=ikbo.PaddedWeight(None, 5))],
-        "terms[0].weight must be an array of shape [M, K], but is a PaddedWeight",
+        "terms[0].weight must be an array of shape [M, K], but is None",
     ),
     "parent_on_first": ([CHILD], "terms[0].parent must be None, but is int32[6]"),
     "parent_shape": (

@@ -105,6 +105,7 @@ def test_a_bad_request_leaves_the_others_alone(shared):
         dataclasses.replace(good, user=91, features=lambda: {"events": np.zeros((5, 8), "f4")}),
         dataclasses.replace(good, user=92, features=broken),
         dataclasses.replace(good, user=[1]),
+        dataclasses.replace(good, features={"events": np.zeros((6, 8), "f4")}),
         None,
     ]
     messages = [
@@ -121,6 +122,7 @@ def test_a_bad_request_leaves_the_others_alone(shared):
         r"features\['events'\] has shape \(5, 8\) and dtype float32, expected \[6, 8\]",
         r"no such user",
         r"user \[1\] and version 0 must be hashable",
+        "features is of dict, expected a function that returns them",
         "a request is None, expected a serving.Request",
     ]
     answers = shared.rank([good, *bad, good])
@@ -343,6 +345,7 @@ def test_a_model_returns_one_array_of_scores(results):
             for wrong in ((8, 16), (), {"candidates": (8,)})
         ),
         ({"joint": "no"}, "joint is 'no', expected a bool"),
+        ({"features_of": [1]}, "features_of is [1], expected a function"),
     ],
 )
 def test_a_scorer_checks_its_arguments(options, message):
