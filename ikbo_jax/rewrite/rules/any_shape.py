@@ -97,6 +97,13 @@ def _evaluated(program: Any, consts: Any, arrays: Any) -> list[Any]:
     return interpret(program, consts, arrays, run)
 
 
+def at_shape_of(eqn: Any, x: Any) -> Any:
+    """Returns the equation of a custom_jvp function for a value of another shape."""
+    like = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    program = jax.make_jaxpr(lambda x: run_custom_jvp(eqn, [x]))(like)
+    return program.eqns[0].replace(source_info=eqn.source_info)
+
+
 def run_custom_jvp(eqn: Any, arrays: list[jax.Array]) -> jax.Array:
     """Runs a custom_jvp function of one result at the shape of these arrays."""
     call = eqn.params["call_jaxpr"]

@@ -20,6 +20,7 @@ from ikbo_jax.rewrite.values.lineage import (
     base_of,
     carries,
     has_lineage,
+    is_only_broadcast,
     is_plain,
     joined,
     lazy,
@@ -57,7 +58,9 @@ def concatenated(ctx: Context, eqn: Any, operands: Any, axis: int, shape: tuple[
     parts = lineage.aligned(parts)
     value_lineage, user_axis, differ = common_lineage(parts)
     one_lineage = value_lineage is not None and not differ
-    if one_lineage and not any(carries(x, user_axis) for x in parts):
+    if all(map(is_only_broadcast, parts)) or (
+        one_lineage and not any(carries(x, user_axis) for x in parts)
+    ):
         base, origins = concatenated_bases(parts, axis), origins_of(*parts)
         return at_user_batch(ctx, eqn, base, value_lineage, user_axis, origins, shape)
     return Concat(tuple(_joined_neighbours(parts, axis)), axis)
@@ -85,8 +88,11 @@ def _concat_of_concats(
         return concatenated(ctx, eqn, cut, axis, part_shape)
 
     parts = by_part(first, operands, shape, run)
-    if any(isinstance(part, Concat) for part in parts):
-        raise NotCovered("concatenation of user and candidate along two axes")
+    for n, part in enumerate(parts):
+        if isinstance(part, Concat):
+            if any(map(has_lineage, part.parts)):
+                raise NotCovered("concatenation of user and candidate along two axes")
+            parts[n] = ctx.build(part)
     return concat(parts, first.axis)
 
 

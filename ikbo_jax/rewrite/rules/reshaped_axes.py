@@ -193,7 +193,13 @@ def again(ctx: Context, eqn: Any, x: Any, axes: Axes) -> Any:
         return reshape.reshape_to(ctx, eqn, x, axes.shape)
     if is_split(x) and not axes.splits:
         return to_shape_again(ctx, eqn, x, axes.shape)
-    return reshaped(x, axes.groups) if axes.special else x
+    if not axes.special:
+        return x
+    result = reshaped(x, axes.groups)
+    if is_plain(x):
+        # Later equations before the reshape find the value, and the equation that made it.
+        ctx.scope.once(("flat", *shape_of(x)), [result], lambda: x)
+    return result
 
 
 def to_shape_again(ctx: Context, eqn: Any, x: Reshaped, shape: tuple[int, ...]) -> Any:

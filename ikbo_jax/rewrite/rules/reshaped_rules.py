@@ -36,7 +36,8 @@ def _rule(params_of: _Params) -> Rule:
     """Makes the rule of a primitive whose operands all have their groups at the same place."""
 
     def rule(ctx: Context, eqn: Any, *operands: Any) -> Any:
-        if eqn.primitive.name == "mul":
+        has_rule = any(type(x) is Reshaped and x.inner.rule is not None for x in operands)
+        if eqn.primitive.name == "mul" and not has_rule:
             eqn, operands = elementwise.with_mask(ctx, eqn, operands)
         if Concat in map(type, operands) and (found := _without_batch(ctx, eqn, operands)):
             return found[0]

@@ -319,6 +319,9 @@ def tile(ctx: Context, eqn: Any, operand: Any) -> Any:
     if lineage.has_lineage(operand) and operand.axis == axis:
         return reselect.concatenated(ctx, [operand] * reps[axis], axis, shape)
     if proofs.is_fixed(ctx, operand):
+        if lineage.is_only_broadcast(operand):
+            base = ctx.bind(eqn, lineage.spread_axes(operand, [axis]).base)
+            return lineage.lazy(base, shape, None, -1, operand.origins)
         return ctx.bind(eqn, ctx.build(operand))
     if seen[axis] == 1:
         return concatenation.repeated(ctx, eqn, operand, shape, "tiled")
