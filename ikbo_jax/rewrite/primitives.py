@@ -108,7 +108,9 @@ SPLIT: dict[str, Rule] = RESHAPED | {
     "dynamic_slice": reshaped_rules.dynamic_slice,
     **dict.fromkeys(("pad", "slice"), reshaped_rules.dimension_wise),
     **dict.fromkeys(SCATTERS, reshaped_rules.scatter),
+    "cond": control_flow.cond,
     "scan": control_flow.scan,
+    "while": control_flow.while_,
     "stack": reshaped_rules.stack,
     "unstack": reshaped_rules.unstack,
 }
@@ -136,6 +138,7 @@ SCORES: dict[str, Rule] = {
     "reduce_sum": pairs.reduce_sum,
     "reshape": pairs.reshape,
     "select_n": changed_weights.select,
+    "slice": pairs.slice_,
     "squeeze": changed_weights.reshape,
     "stop_gradient": scores.kept,
     "sub": changed_weights.difference,

@@ -64,6 +64,7 @@ def is_elementwise_jvp(
 
 def _only_elementwise(program: Any, derivatives: int, assumed: frozenset = frozenset()) -> bool:
     """Whether all equations of a program are elementwise, with numbers as further operands."""
+    broadcast = set()
 
     def is_elementwise(eqn: Any) -> bool:
         name = eqn.primitive.name
@@ -71,8 +72,12 @@ def _only_elementwise(program: Any, derivatives: int, assumed: frozenset = froze
             return _only_elementwise(eqn.params["jaxpr"], derivatives, assumed)
         if name == "custom_jvp_call":
             return is_elementwise_jvp(eqn, derivatives, assumed)
-        if name == "broadcast_in_dim":
-            return eqn.invars[0].aval.ndim == 0
+        if name == "broadcast_in_dim" and (
+            eqn.invars[0].aval.ndim == 0 or id(eqn.invars[0]) in broadcast
+        ):
+            # `vmap` broadcasts a number twice.
+            broadcast.add(id(eqn.outvars[0]))
+            return True
         return name in ELEMENTWISE
 
     return not program.constvars and all(map(is_elementwise, program.eqns))

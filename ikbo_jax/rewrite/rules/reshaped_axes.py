@@ -213,9 +213,14 @@ def to_shape_again(ctx: Context, eqn: Any, x: Reshaped, shape: tuple[int, ...]) 
     for axis in range(len(shape) + 1):
         if math.prod(shape[:axis]) != before or 0 in shape:
             continue
-        count = len(group.sizes)
-        if shape[axis : axis + count] == group.sizes:
-            out = axes.at(shape, range(axis, axis + count))
+        # Dimensions of size 1 may be new, or left out.
+        wanted, end = [n for n in group.sizes if n != 1], axis
+        while wanted and end < len(shape) and shape[end] in (1, wanted[0]):
+            wanted = wanted[shape[end] != 1 :]
+            end += 1
+        if not wanted and end > axis + 1:
+            own = Group(shape[axis:end], group.before)
+            out = axes_of(plain_groups(shape)).put([(range(axis, end), own)])
             return again(ctx, eqn, to_shape(ctx, eqn, x.inner, out.before_shape), out)
         if axis < len(shape) and (shape[axis],) == group.before:
             return to_shape(ctx, eqn, x.inner, shape)

@@ -3,6 +3,7 @@
 Lookups by an index of several dimensions are lookups by the flattened index, reshaped.
 """
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +13,7 @@ from jax import lax
 
 from ikbo_jax.rewrite.facts import proofs
 from ikbo_jax.rewrite.interpret import Context, at_shapes, shape_of
-from ikbo_jax.rewrite.rules import elementwise, positions, row_rules
+from ikbo_jax.rewrite.rules import elementwise, positions, reselect, row_rules
 from ikbo_jax.rewrite.rules.batched import dims_of
 from ikbo_jax.rewrite.rules.reshaped_axes import (
     Axes,
@@ -24,7 +25,17 @@ from ikbo_jax.rewrite.rules.reshaped_axes import (
     to_shape,
     to_shape_again,
 )
-from ikbo_jax.rewrite.values.lineage import Concat, has_lineage, is_at_least, is_plain
+from ikbo_jax.rewrite.values import staged
+from ikbo_jax.rewrite.values.lineage import (
+    Concat,
+    Lazy,
+    base_of,
+    has_lineage,
+    is_at_least,
+    is_plain,
+    lazy,
+    origins_of,
+)
 from ikbo_jax.rewrite.values.registry import NotCovered, Rule
 from ikbo_jax.rewrite.values.reshaped import Group, Reshaped, is_split, plain_groups
 
@@ -130,10 +141,76 @@ def in_rows(ctx: Context, eqn: Any, *operands: Any) -> Any:
 
 
 @_rule
-def transpose(axes: Axes, eqn: Any, operands: Any) -> Any:
+def _transpose(axes: Axes, eqn: Any, operands: Any) -> Any:
     """Transposes; the dimensions of a group stay together."""
     order = eqn.params["permutation"]
     return {"permutation": axes.before(order)}, axes.chosen(order)
+
+
+def transpose(ctx: Context, eqn: Any, x: Reshaped) -> Any:
+    """Transposes; dimensions that look rows up together may be in another order, or beside ones."""
+    order, shape = list(map(int, eqn.params["permutation"])), x.shape
+    if not x.splits:
+        return _transpose(ctx, eqn, x)
+    own = axes_of(x.groups).together
+    at = [order.index(d) for d in own]
+    ones = [d for d in order[min(at) : max(at) + 1] if shape[d] == 1]
+    if ones:
+        # Without them, the other dimensions stay together.
+        kept = [d for d in range(len(shape)) if d not in ones]
+        narrow = to_shape(ctx, eqn, x, [shape[d] for d in kept])
+        params = {"permutation": tuple([kept.index(d) for d in order if d not in ones])}
+        sizes = [shape[d] for d in order if d not in ones]
+        moved = equation(eqn, lax.transpose_p, [narrow], sizes, params)
+        return to_shape(ctx, eqn, *ctx.run_equation(moved, [narrow]), eqn.outvars[0].aval.shape)
+    if at != sorted(at):
+        within = [d - own.start for d in order if d in own]
+
+        def swapped(rows: Any, start: int) -> Any:
+            rest = list(range(rows.ndim))
+            rest[start : start + len(own)] = [start + d for d in within]
+            return staged.transpose(rows, rest)
+
+        sizes = tuple([shape[own.start + d] for d in within])
+        x = _with_rows_moved(ctx, x, sizes, ("transpose", *within), swapped)
+        order = [own.start + within.index(d - own.start) if d in own else d for d in order]
+    return _transpose(ctx, eqn.replace(params={"permutation": tuple(order)}), x)
+
+
+def _with_rows_moved(
+    ctx: Context, x: Reshaped, sizes: tuple[int, ...], key: Any, move: Callable[[Any, int], Any]
+) -> Any:
+    """Moves the rows that several dimensions look up together, which have `sizes` then.
+
+    `move` does so with an array that has these dimensions from a given one on; `key` names it.
+    """
+    axes, count = axes_of(x.groups), math.prod(sizes)
+    (n,) = axes.special
+    before, at = axes.groups[n].sizes, axes.inner[n].start
+
+    def one(value: Any) -> Any:
+        if isinstance(value, Concat) and value.axis != at:
+            return elementwise.concat(list(map(one, value.parts)), value.axis)
+        if has_lineage(value) and value.axis == at:
+            rows = functools.partial(_flat, move, before, 0)
+            return reselect.rows(ctx, value, (*before, *key), count, rows)
+        if has_lineage(value) or not is_plain(value) and type(value) is not Lazy:
+            raise NotCovered("dimensions that look rows up together are moved")
+        base = base_of(value)
+        base = base if base.shape[at] == 1 else _flat(move, before, at, base)
+        shape = (*value.shape[:at], count, *value.shape[at + 1 :])
+        return lazy(base, shape, None, -1, origins_of(value))
+
+    groups = (*axes.groups[:n], Group(sizes, (count,)), *axes.groups[n + 1 :])
+    return again(ctx, None, one(x.inner), axes_of(groups))
+
+
+def _flat(move: Callable[[Any, int], Any], sizes: tuple[int, ...], at: int, rows: Any) -> Any:
+    """Moves rows along a dimension of an array that is split to `sizes`, and flat again."""
+    before, after = rows.shape[:at], rows.shape[at + 1 :]
+    moved = move(staged.reshape(rows, (*before, *sizes, *after)), at)
+    count = math.prod(moved.shape[at : moved.ndim - len(after)])
+    return staged.reshape(moved, (*before, count, *after))
 
 
 @_rule
@@ -196,6 +273,8 @@ def reshape_again(ctx: Context, eqn: Any, x: Reshaped) -> Any:
 def dot_general(ctx: Context, eqn: Any, lhs: Any, rhs: Any) -> Any:
     """Multiplies; a group is summed or a batch dimension of both operands, or is in one of them."""
     (contract, batch), operands = dims_of(eqn), (lhs, rhs)
+    if any(is_split(x) and _ones(x) for x in operands):
+        return _dot_without_ones(ctx, eqn, operands)
     axes = [
         axes_of(x.groups if type(x) is Reshaped else plain_groups(shape_of(x))) for x in operands
     ]
@@ -216,6 +295,40 @@ def dot_general(ctx: Context, eqn: Any, lhs: Any, rhs: Any) -> Any:
         rank = len(shape_of(operands[side]))
         out += x.chosen([d for d in range(rank) if d not in contract[side] + batch[side]])
     return run_before(ctx, eqn, flat, axes_of(tuple(out)), dimension_numbers=numbers)
+
+
+def _ones(x: Any) -> set[int]:
+    """Finds dimensions of size 1 between those that look rows up together."""
+    return {d for d in axes_of(x.groups).together if x.shape[d] == 1} if is_split(x) else set()
+
+
+def _dot_without_ones(ctx: Context, eqn: Any, operands: Any) -> Any:
+    """Multiplies without dimensions of size 1 between those that look rows up together."""
+    ones, pairs = list(map(_ones, operands)), dims_of(eqn)
+    for left, right in [pair for dims in pairs for pair in zip(*dims, strict=True)]:
+        if left in ones[0] or right in ones[1]:
+            ones[0].add(left)
+            ones[1].add(right)
+    kept = [
+        [d for d in range(len(shape_of(x))) if d not in own]
+        for x, own in zip(operands, ones, strict=True)
+    ]
+    numbers = tuple(
+        tuple(
+            tuple([rest.index(d) for d in dims if d in rest])
+            for dims, rest in zip(pair, kept, strict=True)
+        )
+        for pair in pairs
+    )
+    narrow = [
+        to_shape(ctx, eqn, x, [shape_of(x)[d] for d in rest])
+        for x, rest in zip(operands, kept, strict=True)
+    ]
+    sizes = [narrow[0].shape[d] for d in numbers[1][0]]
+    for x, contract, batch in zip(narrow, *numbers, strict=True):
+        sizes += [n for d, n in enumerate(shape_of(x)) if d not in (*contract, *batch)]
+    inner = at_shapes(eqn, narrow, [tuple(sizes)], dimension_numbers=numbers)
+    return to_shape(ctx, eqn, *ctx.run_equation(inner, narrow), eqn.outvars[0].aval.shape)
 
 
 def _paired(axes: list[Axes], contract: Any, batch: Any, side: int) -> list[tuple[Any, Group]]:
