@@ -20,7 +20,6 @@ from ikbo_jax.rewrite.values.lineage import (
     base_of,
     carries,
     has_lineage,
-    is_only_broadcast,
     is_plain,
     joined,
     lazy,
@@ -58,12 +57,20 @@ def concatenated(ctx: Context, eqn: Any, operands: Any, axis: int, shape: tuple[
     parts = lineage.aligned(parts)
     value_lineage, user_axis, differ = common_lineage(parts)
     one_lineage = value_lineage is not None and not differ
-    if all(map(is_only_broadcast, parts)) or (
+    if _are_as_wide(parts, axis) or (
         one_lineage and not any(carries(x, user_axis) for x in parts)
     ):
         base, origins = concatenated_bases(parts, axis), origins_of(*parts)
         return at_user_batch(ctx, eqn, base, value_lineage, user_axis, origins, shape)
     return Concat(tuple(_joined_neighbours(parts, axis)), axis)
+
+
+def _are_as_wide(parts: list[Any], axis: int) -> bool:
+    """Whether parts that are not looked up have bases of one shape but for the size along `axis`."""
+    if any(map(has_lineage, parts)) or not all(is_plain(x) or type(x) is Lazy for x in parts):
+        return False
+    shapes = [shape_of(base_of(x)) for x in parts]
+    return len({(*shape[:axis], *shape[axis + 1 :]) for shape in shapes}) == 1
 
 
 def repeated(ctx: Context, eqn: Any, x: Any, shape: tuple[int, ...], verb: str) -> Any:

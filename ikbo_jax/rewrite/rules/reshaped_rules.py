@@ -3,17 +3,17 @@
 Lookups by an index of several dimensions are lookups by the flattened index, reshaped.
 """
 
-import functools
 import math
 from collections.abc import Callable
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ikbo_jax.rewrite.facts import proofs
+from ikbo_jax.rewrite.facts import known, proofs
 from ikbo_jax.rewrite.interpret import Context, at_shapes, shape_of
-from ikbo_jax.rewrite.rules import elementwise, positions, reselect, row_rules
+from ikbo_jax.rewrite.rules import elementwise, positions, row_rules
 from ikbo_jax.rewrite.rules.batched import dims_of
 from ikbo_jax.rewrite.rules.reshaped_axes import (
     Axes,
@@ -25,17 +25,7 @@ from ikbo_jax.rewrite.rules.reshaped_axes import (
     to_shape,
     to_shape_again,
 )
-from ikbo_jax.rewrite.values import staged
-from ikbo_jax.rewrite.values.lineage import (
-    Concat,
-    Lazy,
-    base_of,
-    has_lineage,
-    is_at_least,
-    is_plain,
-    lazy,
-    origins_of,
-)
+from ikbo_jax.rewrite.values.lineage import Concat, has_lineage, is_at_least, is_plain
 from ikbo_jax.rewrite.values.registry import NotCovered, Rule
 from ikbo_jax.rewrite.values.reshaped import Group, Reshaped, is_split, plain_groups
 
@@ -165,52 +155,52 @@ def transpose(ctx: Context, eqn: Any, x: Reshaped) -> Any:
         return to_shape(ctx, eqn, *ctx.run_equation(moved, [narrow]), eqn.outvars[0].aval.shape)
     if at != sorted(at):
         within = [d - own.start for d in order if d in own]
-
-        def swapped(rows: Any, start: int) -> Any:
-            rest = list(range(rows.ndim))
-            rest[start : start + len(own)] = [start + d for d in within]
-            return staged.transpose(rows, rest)
-
-        sizes = tuple([shape[own.start + d] for d in within])
-        x = _with_rows_moved(ctx, x, sizes, ("transpose", *within), swapped)
+        x = _with_rows_moved(ctx, eqn, x, lambda rows: rows.transpose(within))
         order = [own.start + within.index(d - own.start) if d in own else d for d in order]
     return _transpose(ctx, eqn.replace(params={"permutation": tuple(order)}), x)
 
 
+def slice_(ctx: Context, eqn: Any, x: Reshaped) -> Any:
+    """Slices, also along dimensions that look rows up together."""
+    cuts = known.cuts(eqn.params)
+    own = axes_of(x.groups).together if x.splits else range(0)
+    if all(cuts[d] == slice(0, x.shape[d], 1) for d in own):
+        return dimension_wise(ctx, eqn, x)
+    x = _with_rows_moved(ctx, eqn, x, lambda rows: rows[tuple(cuts[own.start : own.stop])])
+    whole = [slice(0, x.shape[d], 1) if d in own else cut for d, cut in enumerate(cuts)]
+    names = {"start_indices": "start", "limit_indices": "stop", "strides": "step"}
+    params = {name: tuple([getattr(x, of) for x in whole]) for name, of in names.items()}
+    return dimension_wise(ctx, eqn.replace(params=params), x)
+
+
 def _with_rows_moved(
-    ctx: Context, x: Reshaped, sizes: tuple[int, ...], key: Any, move: Callable[[Any, int], Any]
+    ctx: Context, eqn: Any, x: Reshaped, move: Callable[[np.ndarray], np.ndarray]
 ) -> Any:
-    """Moves the rows that several dimensions look up together, which have `sizes` then.
-
-    `move` does so with an array that has these dimensions from a given one on; `key` names it.
-    """
-    axes, count = axes_of(x.groups), math.prod(sizes)
+    """Looks the rows of several dimensions up as `move` moves their numbers, which have these."""
+    axes = axes_of(x.groups)
     (n,) = axes.special
-    before, at = axes.groups[n].sizes, axes.inner[n].start
-
-    def one(value: Any) -> Any:
-        if isinstance(value, Concat) and value.axis != at:
-            return elementwise.concat(list(map(one, value.parts)), value.axis)
-        if has_lineage(value) and value.axis == at:
-            rows = functools.partial(_flat, move, before, 0)
-            return reselect.rows(ctx, value, (*before, *key), count, rows)
-        if has_lineage(value) or not is_plain(value) and type(value) is not Lazy:
-            raise NotCovered("dimensions that look rows up together are moved")
-        base = base_of(value)
-        base = base if base.shape[at] == 1 else _flat(move, before, at, base)
-        shape = (*value.shape[:at], count, *value.shape[at + 1 :])
-        return lazy(base, shape, None, -1, origins_of(value))
-
-    groups = (*axes.groups[:n], Group(sizes, (count,)), *axes.groups[n + 1 :])
-    return again(ctx, None, one(x.inner), axes_of(groups))
-
-
-def _flat(move: Callable[[Any, int], Any], sizes: tuple[int, ...], at: int, rows: Any) -> Any:
-    """Moves rows along a dimension of an array that is split to `sizes`, and flat again."""
-    before, after = rows.shape[:at], rows.shape[at + 1 :]
-    moved = move(staged.reshape(rows, (*before, *sizes, *after)), at)
-    count = math.prod(moved.shape[at : moved.ndim - len(after)])
-    return staged.reshape(moved, (*before, count, *after))
+    sizes, at, shape = axes.groups[n].sizes, axes.inner[n].start, shape_of(x.inner)
+    if not all(isinstance(size, int) for size in sizes):
+        raise NotCovered("an operation along dimensions that look rows up together")
+    rows = move(np.arange(math.prod(sizes), dtype=np.int32).reshape(sizes))
+    others = tuple([d for d in range(len(shape)) if d != at])
+    params = {
+        "dimension_numbers": lax.GatherDimensionNumbers(others, (at,), (at,)),
+        "slice_sizes": tuple([1 if d == at else size for d, size in enumerate(shape)]),
+        "indices_are_sorted": False,
+        "unique_indices": True,
+        "mode": lax.GatherScatterMode.PROMISE_IN_BOUNDS,
+        "fill_value": None,
+    }
+    # Equal numbers are one object, so that the same rows have one lineage.
+    numbers = ctx.scope.once(
+        ("moved rows", rows.tobytes()), [], lambda: jnp.asarray(rows.reshape(-1, 1))
+    )
+    operands = [x.inner, numbers]
+    out = (*shape[:at], rows.size, *shape[at + 1 :])
+    inner = equation(eqn, lax.gather_p, operands, out, params)
+    groups = (*axes.groups[:n], Group(rows.shape, (rows.size,)), *axes.groups[n + 1 :])
+    return again(ctx, eqn, *ctx.run_equation(inner, operands), axes_of(groups))
 
 
 @_rule
