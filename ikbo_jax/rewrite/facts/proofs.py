@@ -106,7 +106,8 @@ def possible_values(ctx: Any, value: Any, depth: int = _DEPTH) -> set[float] | N
     if name in _ONE_OF:
         operands = operands[_ONE_OF[name]]
     elif name not in _OF_FEW:
-        return None
+        fixed = known(ctx, value) if name == "jit" else None
+        return None if fixed is None else possible_values(ctx, fixed)
     choices = [possible_values(ctx, x, depth - 1) for x in operands]
     if any(x is None for x in choices):
         return None
