@@ -33,7 +33,6 @@ class Axes:
       special: numbers of the groups that the reshape merges or splits.
       places: these groups, each with its dimensions.
       splits: whether the reshape splits a dimension.
-      splits_ones: whether it splits dimensions of size 1 from others alone.
       shape: sizes after the reshape.
       before_shape: sizes before the reshape.
     """
@@ -51,7 +50,6 @@ class Axes:
         self.special = [n for n, group in enumerate(groups) if not group.is_plain]
         self.places = [(self.dims[n], groups[n]) for n in self.special]
         self.splits = any(len(group.sizes) > 1 for group in groups)
-        self.splits_ones = not any(sum(n != 1 for n in group.sizes) > 1 for group in groups)
         self.shape = tuple([n for group in groups for n in group.sizes])
         self.before_shape = tuple([n for group in groups for n in group.before])
 
@@ -191,7 +189,7 @@ def run_before(ctx: Context, eqn: Any, operands: Sequence[Any], out: Axes, **par
 
 def again(ctx: Context, eqn: Any, x: Any, axes: Axes) -> Any:
     """Reshapes a result before the reshape."""
-    if axes.splits and (is_only_broadcast(x) or has_lineage(x) and axes.splits_ones):
+    if axes.splits and is_only_broadcast(x):
         return reshape.reshape_to(ctx, eqn, x, axes.shape)
     if is_split(x) and not axes.splits:
         return to_shape_again(ctx, eqn, x, axes.shape)

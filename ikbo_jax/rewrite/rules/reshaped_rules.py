@@ -22,6 +22,7 @@ from ikbo_jax.rewrite.rules.reshaped_axes import (
     to_shape,
     to_shape_again,
 )
+from ikbo_jax.rewrite.values.lineage import Concat
 from ikbo_jax.rewrite.values.registry import NotCovered, Rule
 from ikbo_jax.rewrite.values.reshaped import Group, Reshaped, is_split, plain_groups
 
@@ -36,12 +37,28 @@ def _rule(params_of: _Params) -> Rule:
         own = [x for x in operands if isinstance(x, Reshaped)]
         if eqn.primitive.name == "mul" and all(x.inner.rule is None for x in own):
             eqn, operands = elementwise.with_mask(ctx, eqn, operands)
+        if Concat in map(type, operands) and (found := _without_batch(ctx, eqn, operands)):
+            return found[0]
         axes = axes_of(own[0].groups)
         params, out = params_of(axes, eqn, operands)
         flat = [flattened(ctx, eqn, x, axes) for x in operands]
         return run_before(ctx, eqn, flat, axes_of(tuple(out)), **params)
 
     return rule
+
+
+def _without_batch(ctx: Context, eqn: Any, operands: Any) -> list[Any]:
+    """Runs an equation of concatenated rows and what is the same for all rows, as for positions.
+
+    A table of such values, looked up by fixed positions, is an array then; [] without one.
+    """
+    size = math.prod(eqn.outvars[0].aval.shape)
+    small = [isinstance(x, Reshaped) and math.prod(x.shape) < size for x in operands]
+    reason = "the same for all rows of a concatenation"
+    arrays = [
+        ctx.materialise(eqn, x, reason) if n else x for x, n in zip(operands, small, strict=True)
+    ]
+    return ctx.run_equation(eqn, arrays) if any(small) else []
 
 
 @_rule
