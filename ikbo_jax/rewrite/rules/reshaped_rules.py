@@ -186,6 +186,8 @@ def _with_rows_moved(
     if not all(isinstance(size, int) for size in sizes):
         raise NotCovered("an operation along dimensions that look rows up together")
     rows = move(np.arange(math.prod(sizes), dtype=np.int32).reshape(sizes))
+    if not rows.size:
+        raise NotCovered("an empty slice")
     others = tuple([d for d in range(len(shape)) if d != at])
     params = {
         "dimension_numbers": lax.GatherDimensionNumbers(others, (at,), (at,)),
@@ -291,8 +293,10 @@ def dot_general(ctx: Context, eqn: Any, lhs: Any, rhs: Any) -> Any:
 
 
 def _ones(x: Any) -> set[int]:
-    """Finds dimensions of size 1 between those that look rows up together."""
-    return {d for d in axes_of(x.groups).together if x.shape[d] == 1} if is_split(x) else set()
+    """Finds dimensions of size 1 beside several others that look rows up together."""
+    own = axes_of(x.groups).together if is_split(x) else ()
+    ones = {d for d in own if x.shape[d] == 1}
+    return ones if len(ones) < len(own) - 1 else set()
 
 
 def _dot_without_ones(ctx: Context, eqn: Any, operands: Any) -> Any:
