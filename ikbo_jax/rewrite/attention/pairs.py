@@ -168,7 +168,7 @@ def slice_(ctx: Context, eqn: Any, x: Scores) -> Any:
     """Slices pairs of the same fields in all rows of the batch."""
     batch, *cuts = known.cuts(eqn.params)
     if not _is_product(x) or batch != slice(0, x.shape[0], 1):
-        raise NotCovered("attention is not recognised: slice of its scores")
+        raise NotCovered(f"attention is not recognised: slice of its {x.stage}")
     fields = [np.arange(n)[cut] for n, cut in zip(x.shape[1:], cuts, strict=True)]
     pairs = np.stack(np.meshgrid(*fields, indexing="ij"), axis=-1).reshape(-1, 2)
     return reshape_to(ctx, eqn, _chosen(ctx, x, pairs), eqn.outvars[0].aval.shape)

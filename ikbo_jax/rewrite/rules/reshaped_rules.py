@@ -1,9 +1,11 @@
 """Rules of reshaped values: an equation on them becomes one on the values before the reshape."""
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -11,7 +13,7 @@ from jax import lax
 from ikbo_jax.rewrite.facts import known
 from ikbo_jax.rewrite.interpret import Context, at_shapes, shape_of
 from ikbo_jax.rewrite.rules import elementwise, row_rules
-from ikbo_jax.rewrite.rules.batched import dims_of
+from ikbo_jax.rewrite.rules.batched import dims_of, labels_of
 from ikbo_jax.rewrite.rules.reshaped_axes import (
     Axes,
     again,
@@ -22,6 +24,7 @@ from ikbo_jax.rewrite.rules.reshaped_axes import (
     to_shape,
     to_shape_again,
 )
+from ikbo_jax.rewrite.values import staged
 from ikbo_jax.rewrite.values.lineage import Concat
 from ikbo_jax.rewrite.values.registry import NotCovered, Rule
 from ikbo_jax.rewrite.values.reshaped import Group, Reshaped, is_split, plain_groups
@@ -182,30 +185,19 @@ def _with_rows_moved(
     """Looks the rows of several dimensions up as `move` moves their numbers, which have these."""
     axes = axes_of(x.groups)
     (n,) = axes.special
-    sizes, at, shape = axes.groups[n].sizes, axes.inner[n].start, shape_of(x.inner)
+    sizes, at = axes.groups[n].sizes, axes.inner[n].start
     if not all(isinstance(size, int) for size in sizes):
         raise NotCovered("an operation along dimensions that look rows up together")
     rows = move(np.arange(math.prod(sizes), dtype=np.int32).reshape(sizes))
     if not rows.size:
         raise NotCovered("an empty slice")
-    others = tuple([d for d in range(len(shape)) if d != at])
-    params = {
-        "dimension_numbers": lax.GatherDimensionNumbers(others, (at,), (at,)),
-        "slice_sizes": tuple([1 if d == at else size for d, size in enumerate(shape)]),
-        "indices_are_sorted": False,
-        "unique_indices": True,
-        "mode": lax.GatherScatterMode.PROMISE_IN_BOUNDS,
-        "fill_value": None,
-    }
     # Equal numbers are one object, so that the same rows have one lineage.
-    numbers = ctx.scope.once(
-        ("moved rows", rows.tobytes()), [], lambda: jnp.asarray(rows.reshape(-1, 1))
-    )
-    operands = [x.inner, numbers]
-    out = (*shape[:at], rows.size, *shape[at + 1 :])
-    inner = equation(eqn, lax.gather_p, operands, out, params)
+    key = "moved rows", rows.tobytes()
+    numbers = ctx.scope.once(key, [], lambda: jnp.asarray(rows.reshape(-1)))
+    like = [jax.ShapeDtypeStruct(y.shape, y.dtype) for y in (x.inner, numbers)]
+    program = jax.make_jaxpr(functools.partial(staged.gather_rows, axis=at))(*like)
     groups = (*axes.groups[:n], Group(rows.shape, (rows.size,)), *axes.groups[n + 1 :])
-    return again(ctx, eqn, *ctx.run_equation(inner, operands), axes_of(groups))
+    return again(ctx, eqn, *ctx.run_closed(program, [x.inner, numbers]), axes_of(groups))
 
 
 @_rule
@@ -301,30 +293,24 @@ def _ones(x: Any) -> set[int]:
 
 def _dot_without_ones(ctx: Context, eqn: Any, operands: Any) -> Any:
     """Multiplies without dimensions of size 1 between those that look rows up together."""
-    ones, pairs = list(map(_ones, operands)), dims_of(eqn)
-    for left, right in [pair for dims in pairs for pair in zip(*dims, strict=True)]:
-        if left in ones[0] or right in ones[1]:
-            ones[0].add(left)
-            ones[1].add(right)
-    kept = [
-        [d for d in range(len(shape_of(x))) if d not in own]
-        for x, own in zip(operands, ones, strict=True)
-    ]
-    numbers = tuple(
-        tuple(
-            tuple([rest.index(d) for d in dims if d in rest])
-            for dims, rest in zip(pair, kept, strict=True)
-        )
-        for pair in pairs
+    contract, batch = dims_of(eqn)
+    names = list(map(labels_of, "lr", operands, contract, batch))
+    ones = {own[d] for x, own in zip(operands, names, strict=True) for d in _ones(x)}
+    sizes = dict(
+        zip(names[0] + names[1], shape_of(operands[0]) + shape_of(operands[1]), strict=True)
     )
+    names = [[x for x in own if x not in ones] for own in names]
     narrow = [
-        to_shape(ctx, eqn, x, [shape_of(x)[d] for d in rest])
-        for x, rest in zip(operands, kept, strict=True)
+        to_shape(ctx, eqn, x, [sizes[y] for y in own])
+        for x, own in zip(operands, names, strict=True)
     ]
-    sizes = [narrow[0].shape[d] for d in numbers[1][0]]
-    for x, contract, batch in zip(narrow, *numbers, strict=True):
-        sizes += [n for d, n in enumerate(shape_of(x)) if d not in (*contract, *batch)]
-    inner = at_shapes(eqn, narrow, [tuple(sizes)], dimension_numbers=numbers)
+    paired = [
+        [x for x in (f"{kind}{n}" for n in range(len(dims[0]))) if x not in ones]
+        for kind, dims in (("c", contract), ("b", batch))
+    ]
+    numbers = tuple(tuple(tuple(map(own.index, of)) for own in names) for of in paired)
+    out = [*paired[1], *(x for own in names for x in own if x[0] in "lr")]
+    inner = at_shapes(eqn, narrow, [tuple([sizes[x] for x in out])], dimension_numbers=numbers)
     return to_shape(ctx, eqn, *ctx.run_equation(inner, narrow), eqn.outvars[0].aval.shape)
 
 
