@@ -368,7 +368,7 @@ def _block(ctx: Context, scores: Scores, rows: Any, columns: Any) -> Any:
     aval = dot.outvars[0].aval.update(shape=(batch, m, n))
     dot = dot.replace(outvars=[core.Var(aval)], params={**dot.params, "dimension_numbers": numbers})
     product = contraction.product(ctx, dot, rows, columns)
-    if (scale := scores.root.scale) != 1:  # type: ignore[attr-defined]
+    if (scale := scores.root.scale) != 1:
         product = of_bases(lambda x: x * np.asarray(scale, x.dtype), product)
     if not isinstance(product, Lazy) or product.axis != 0:
         return staged.reshape(ctx.build(product), (batch, m * n))

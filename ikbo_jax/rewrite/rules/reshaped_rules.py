@@ -139,10 +139,10 @@ def _transpose(axes: Axes, eqn: Any, operands: Any) -> Any:
 def transpose(ctx: Context, eqn: Any, x: Reshaped) -> Any:
     """Transposes; dimensions that look rows up together may be in another order, or beside ones."""
     order, shape = list(map(int, eqn.params["permutation"])), x.shape
-    if not x.splits:
-        return _transpose(ctx, eqn, x)
-    own = axes_of(x.groups).together
+    own = axes_of(x.groups).together if x.splits else range(0)
     at = [order.index(d) for d in own]
+    if at == list(range(min(at, default=0), max(at, default=-1) + 1)):
+        return _transpose(ctx, eqn, x)
     ones = [d for d in order[min(at) : max(at) + 1] if shape[d] == 1]
     if ones:
         # Without them, the other dimensions stay together.
@@ -151,13 +151,14 @@ def transpose(ctx: Context, eqn: Any, x: Reshaped) -> Any:
         params = {"permutation": tuple([kept.index(d) for d in order if d not in ones])}
         sizes = [shape[d] for d in order if d not in ones]
         moved = equation(eqn, lax.transpose_p, [narrow], sizes, params)
-        return to_shape(ctx, eqn, *ctx.run_equation(moved, [narrow]), eqn.outvars[0].aval.shape)
-    if at != sorted(at):
-        within = [d - own.start for d in order if d in own]
-        x = _with_rows_moved(ctx, eqn, x, lambda rows: rows.transpose(within))
-        order = [own.start + within.index(d - own.start) if d in own else d for d in order]
-        return _run_on(ctx, eqn, x, permutation=tuple(order))
-    return _transpose(ctx, eqn, x)
+        (result,) = ctx.run_equation(moved, [narrow])
+        return to_shape(ctx, eqn, result, eqn.outvars[0].aval.shape)
+    within = [d - own.start for d in order if d in own]
+    if within == sorted(within):
+        raise NotCovered("dimensions that look rows up together are moved apart")
+    x = _with_rows_moved(ctx, eqn, x, lambda rows: rows.transpose(within))
+    order = [own.start + within.index(d - own.start) if d in own else d for d in order]
+    return _run_on(ctx, eqn, x, permutation=tuple(order))
 
 
 def slice_(ctx: Context, eqn: Any, x: Reshaped) -> Any:
@@ -197,7 +198,8 @@ def _with_rows_moved(
     like = [jax.ShapeDtypeStruct(y.shape, y.dtype) for y in (x.inner, numbers)]
     program = jax.make_jaxpr(functools.partial(staged.gather_rows, axis=at))(*like)
     groups = (*axes.groups[:n], Group(rows.shape, (rows.size,)), *axes.groups[n + 1 :])
-    return again(ctx, eqn, *ctx.run_closed(program, [x.inner, numbers]), axes_of(groups))
+    (found,) = ctx.run_closed(program, [x.inner, numbers])
+    return again(ctx, eqn, found, axes_of(groups))
 
 
 @_rule
@@ -311,7 +313,8 @@ def _dot_without_ones(ctx: Context, eqn: Any, operands: Any) -> Any:
     numbers = tuple(tuple(tuple(map(own.index, of)) for own in names) for of in paired)
     out = [*paired[1], *(x for own in names for x in own if x[0] in "lr")]
     inner = at_shapes(eqn, narrow, [tuple([sizes[x] for x in out])], dimension_numbers=numbers)
-    return to_shape(ctx, eqn, *ctx.run_equation(inner, narrow), eqn.outvars[0].aval.shape)
+    (result,) = ctx.run_equation(inner, narrow)
+    return to_shape(ctx, eqn, result, eqn.outvars[0].aval.shape)
 
 
 def _paired(axes: list[Axes], contract: Any, batch: Any, side: int) -> list[tuple[Any, Group]]:
