@@ -167,6 +167,8 @@ REPEATS = {
     "broadcast": lambda x: jnp.broadcast_to(x[:, None], (S, 2, D // 2)).reshape(S, D),
     "gather": lambda x: x[:, jnp.arange(D) % (D // 2)],
     "resized": lambda x: jnp.resize(x.T, (D, S)).T,
+    "tile_of_rows": lambda x: jnp.tile(jnp.broadcast_to(x, (24, *x.shape)), (1, 1, 2)),
+    "concatenate_rows": lambda x: jnp.concatenate([jnp.broadcast_to(x, (24, *x.shape))] * 2, 2),
 }
 
 
@@ -183,7 +185,7 @@ def test_repeated_positions_are_no_obstacle(name: str, is_input: bool) -> None:
         # Positions that are computed, or are an input that no user determines.
         fixed = jnp.outer(jnp.arange(S, dtype=jnp.float32), jnp.linspace(0.1, 1, D // 2))
         phase = phase if is_input else jnp.sin(fixed)
-        repeated = jnp.cos(REPEATS[name](phase)).reshape(1, S, D)
+        repeated = jnp.cos(REPEATS[name](phase)).reshape(-1, S, D)
         return ((x[index] @ w) * repeated) @ w
 
     report = report_of(fn, x, given)

@@ -42,10 +42,11 @@ def recsys_mask():
     return mask.at[:, :, own, own].set(1)
 
 
-def valid(x, at_least_one=True):
+def valid(x, at_least_one=True, dtype=bool):
     lengths = jnp.maximum(x.lengths, 1) if at_least_one else x.lengths
     history = jnp.arange(S)[None] < lengths[x.index][:, None]
-    return jnp.concatenate([history, jnp.ones((B, C), bool)], axis=1)[:, None, None]
+    history, own = history.astype(dtype), jnp.ones((B, C), dtype)
+    return jnp.concatenate([history, own], axis=1)[:, None, None]
 
 
 def padded(x, without=None):
@@ -116,6 +117,7 @@ SEQUENCES = {
     "left padding, added": biased(lambda x: jnp.where(CAUSAL & padded(x)[:, None, None], 0, -1e9)),
     "lengths, window": masked(lambda x: CAUSAL & valid(x) | jnp.eye(L, dtype=bool)[None, None]),
     "padding times mask": masked(lambda x: valid(x).astype("float32") * recsys_mask(), cap=2.0),
+    "numbers times mask": masked(lambda x: valid(x, dtype="float32") * recsys_mask(), cap=2.0),
     "grouped heads": grouped,
     "ends by candidate": masked(
         lambda x: CAUSAL & ((AT[None] < x.ends[:, None]) | (AT[None] >= S))[:, None, None]

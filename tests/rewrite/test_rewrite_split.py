@@ -35,6 +35,7 @@ SPELLINGS: dict[str, Callable[[Any, Any], Any]] = {
     "at": lambda x, i: x.at[i].get(mode="clip"),
     "vmap": lambda x, i: jax.vmap(lambda j: x[j])(i),
     "vmap_over_both": lambda x, i: jax.vmap(lambda y, j: y[j], in_axes=(None, 0))(x, i),
+    "vmap_of_slots": lambda x, i: jax.vmap(lambda j: x[j], in_axes=-1, out_axes=-2)(i),
     "nested_vmap": lambda x, i: jax.vmap(jax.vmap(lambda j: x[j]))(i),
     "embed": lambda x, i: nn.Embed(U, D).apply({"params": {"embedding": x}}, i),
     "one_hot": lambda x, i: jax.nn.one_hot(i, U) @ x,
@@ -82,9 +83,15 @@ def _sequence(history: Any, cand: Any) -> Any:
     return jnp.einsum("...qk,...kd->...qd", weights, x)[..., -1, :]
 
 
+def _din(x: Any, c: Any) -> Any:
+    q = jnp.broadcast_to(c[..., None, :], x.shape)
+    unit = jnp.concatenate([q, x, q - x, q * x], axis=-1) @ jnp.tile(W, (4, 1))
+    return (jax.nn.sigmoid(unit).sum(-1, keepdims=True) * x).sum(-2)
+
+
 def _attention(x: Any, c: Any) -> Any:
-    logits = jnp.einsum("...d,...sd->...s", c, x @ W @ W2)
-    return jnp.einsum("...s,...sd->...d", jax.nn.softmax(logits), x @ W)
+    logits, values = jnp.einsum("...d,...sd->...s", c, x @ W @ W2), jnp.sin(x) @ W @ W2
+    return jnp.einsum("...s,...sd->...d", jax.nn.softmax(logits), values)
 
 
 #: Of histories [..., S, D] that are looked up; each ends with values of the user or the candidate.
@@ -114,6 +121,8 @@ OPS: dict[str, Callable[..., Any]] = {
     "recurrence": lambda x, c: _gru(x),
     "attention": lambda x, c: _attention(x, c),
     "sequence": lambda x, c: _sequence(x, c),
+    "din": _din,
+    "branches": lambda x, c: lax.cond(c.sum() > 0, lambda x: jnp.sin(x @ W), lambda x: x @ W, x),
     "product": lambda x, c: jnp.einsum("...sd,...d->...s", jnp.tanh(x @ W) @ W2, c),
     "first_items": lambda x, c: (
         jnp.concatenate([x[..., 0, :] @ W, c @ W], -1) @ jnp.ones((2 * H, 3))
@@ -145,7 +154,44 @@ def test_an_operation_along_the_slots_says_why_rows_are_copied() -> None:
     report = report_of(lambda user: jnp.sin(user @ W)[INDEX].sum(1) @ W2, USER)
     assert any("along dimensions that look rows up" in x.reason for x in report.materialised)
     check_values_and_gradients(lambda user: (user[INDEX] @ W).sum(1), USER)
-    check_values_and_gradients(lambda user: (user[INDEX] @ W)[:, 2:].swapaxes(0, 1), USER)
+
+
+#: Of histories [..., S, D] and candidates' queries [..., D].
+ATTENTION: dict[str, tuple[Callable[..., Any], str]] = {
+    "softmax": (_attention, "attention"),
+    "of_jax": (
+        lambda x, c: jax.nn.dot_product_attention(
+            *(y.reshape(*y.shape[:-1], 2, -1) for y in (c[..., None, :], x @ W @ W2, x @ W @ W2))
+        ).reshape(c.shape),
+        "attention",
+    ),
+    "activation": (
+        lambda x, c: jnp.einsum(
+            "...s,...sd->...d",
+            jax.nn.relu(jnp.einsum("...d,...sd->...s", c, x @ W @ W2))
+            * (x[..., 0] > 0).astype(x.dtype),
+            x @ W @ W2,
+        ),
+        "gdpa",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ATTENTION)
+def test_attention_of_requests(name: str) -> None:
+    """By `vmap`, between dimensions in another order, and of some slots."""
+    of_rows, op = ATTENTION[name]
+
+    def by_vmap(history: Any, index: Any, cand: Any) -> Any:
+        return jax.vmap(lambda i, c: of_rows(history[i], c))(index, cand)
+
+    def by_slot(history: Any, index: Any, cand: Any) -> Any:
+        keys = history[index].swapaxes(0, 1)[1:]
+        return jax.vmap(of_rows)(keys, cand.swapaxes(0, 1)[1:])
+
+    for fn in (by_vmap, by_slot):
+        assert f"-> {op}" in report_of(fn, HISTORY, INDEX, CAND).details
+        check_values_and_gradients(fn, HISTORY, INDEX, CAND, bound=3e-5)
 
 
 def test_a_unit_on_flattened_positions() -> None:

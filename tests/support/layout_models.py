@@ -107,6 +107,14 @@ def dlrm_of_stacked_fields(user_fields, cand_fields, index, w_pairs, w_top):
     return jax.nn.relu(jnp.concatenate([fields[0], flat], axis=1) @ w_pairs) @ w_top
 
 
+@layout("user_fields cand_fields index w_pairs w_top", 0.49)
+def dlrm_of_sliced_pairs(user_fields, cand_fields, index, w_pairs, w_top):
+    fields = jnp.concatenate([user_fields[index], cand_fields], axis=1)
+    pairs = jnp.einsum("bfd,bgd->bfg", fields, fields) * D**-0.5
+    x = jnp.concatenate([fields[:, 0], *(pairs[:, n, :n] for n in range(1, F))], axis=1)
+    return jax.nn.relu(x @ w_pairs) @ w_top
+
+
 @layout("user_fields cand_fields index w_pairs w_top", 0.59)
 def dlrm_of_masked_pairs(user_fields, cand_fields, index, w_pairs, w_top):
     fields = jnp.concatenate([user_fields[index], cand_fields], axis=1)

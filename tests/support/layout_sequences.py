@@ -54,6 +54,7 @@ def transformer(
     wrapper: Callable[..., Any] = lambda layer: layer,
     masks: Callable[[Any], Sequence[Any]] = lambda causal: [causal],
     result: Callable[[Any], Any] = lambda x: x[:, -1],
+    tokens: Callable[[Any], Any] = lambda x: x,
 ) -> Callable[..., Any]:
     """Makes a model of layers over [history, candidate].
 
@@ -62,10 +63,11 @@ def transformer(
       wrapper: `jax.jit`, say, of a layer; the layer is another function whenever the model runs.
       masks: takes the causal mask; returns those that the layers have in turn.
       result: of the last layer's result.
+      tokens: of the sequence, before the first layer.
     """
 
     def fn(blocks, long, token, index):
-        x = jnp.concatenate([long[index], token[:, None]], axis=1)
+        x = tokens(jnp.concatenate([long[index], token[:, None]], axis=1))
         length = x.shape[1]
         in_turn = masks(jnp.tril(jnp.ones((length, length), bool))[None, None])
 
@@ -85,11 +87,18 @@ def _hstu(q, k, v, mask):
     return jnp.einsum("bnts,bsnh->btnh", weights, v)
 
 
+def _with_types(x):
+    """Adds embeddings of the tokens' types, which are the same in every row."""
+    types = jnp.broadcast_to(jnp.asarray([0] * S + [1]), x.shape[:2])
+    return x + jnp.linspace(0, 1, 2 * x.shape[2]).reshape(2, -1)[types]
+
+
 _COPIES = ((B, S, HEADS, D), (B, S, D * HEADS), (B, HEADS, S, D), (B, S + 1, HEADS, D))
 for _name, _model in {
     "causal_transformer": transformer(),
     "causal_transformer_of_jitted_layers": transformer(wrapper=jax.jit),
     "hstu": transformer(_hstu),
+    "causal_transformer_with_types": transformer(tokens=_with_types),
 }.items():
     layout("blocks2 long token index", 0.85, _COPIES, name=_name)(_model)
 

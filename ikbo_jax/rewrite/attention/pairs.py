@@ -23,6 +23,7 @@ from ikbo_jax.rewrite.interpret import Context
 from ikbo_jax.rewrite.rules.concatenation import of_one_lineage
 from ikbo_jax.rewrite.rules.elementwise import concat
 from ikbo_jax.rewrite.rules.placing import constant_positions
+from ikbo_jax.rewrite.rules.reshape import reshape_to
 from ikbo_jax.rewrite.values import staged
 from ikbo_jax.rewrite.values.lineage import (
     Concat,
@@ -134,8 +135,8 @@ def _masked_product(ctx: Context, x: Scores) -> tuple[Scores, np.ndarray] | None
     return before and (before[0], before[1] & kept[:1])
 
 
-def _is_product(x: Scores) -> bool:
-    """Whether scores are a product of rows with rows, without anything done to it yet.
+def _is_product(x: Scores, *, scaled: bool = True) -> bool:
+    """Whether scores are a product of rows with rows, maybe times a number, and nothing else.
 
     Both have rows of users: otherwise no product runs at user batch.
     """
@@ -145,7 +146,8 @@ def _is_product(x: Scores) -> bool:
         and _has_users(root.query)
         and _has_users(root.key)
         and x.stage == "logits"
-        and (root.scale, root.cap) == (1, None)
+        and (scaled or root.scale == 1)
+        and root.cap is None
         and not root.fills
         and x.labels in (((BATCH, 0), (QUERY, 0), (KEY, 0)), ((BATCH, 0), (KEY, 0), (QUERY, 0)))
     )
@@ -162,6 +164,16 @@ def gather(ctx: Context, eqn: Any, x: Any, indices: Any) -> Any:
     return _chosen(ctx, x, constant_positions(ctx, eqn, x, indices, (1, 2)))
 
 
+def slice_(ctx: Context, eqn: Any, x: Scores) -> Any:
+    """Slices pairs of the same fields in all rows of the batch."""
+    batch, *cuts = known.cuts(eqn.params)
+    if not _is_product(x) or batch != slice(0, x.shape[0], 1):
+        raise NotCovered(f"attention is not recognised: slice of its {x.stage}")
+    fields = [np.arange(n)[cut] for n, cut in zip(x.shape[1:], cuts, strict=True)]
+    pairs = np.stack(np.meshgrid(*fields, indexing="ij"), axis=-1).reshape(-1, 2)
+    return reshape_to(ctx, eqn, _chosen(ctx, x, pairs), eqn.outvars[0].aval.shape)
+
+
 def _gather_of_pairs(ctx: Context, eqn: Any, x: Any, indices: Any) -> Any:
     if not isinstance(x, Pairs):
         raise NotCovered("lookup by products of fields")
@@ -176,7 +188,8 @@ def dot_general(ctx: Context, eqn: Any, lhs: Any, rhs: Any) -> Any:
     side = int(isinstance(rhs, Scores))
     x, weights = (rhs, lhs) if side else (lhs, rhs)
     contract, (batch, _) = eqn.params["dimension_numbers"]
-    of_pairs = not batch and len(contract[0]) == 2 and is_plain(weights) and _is_product(x)
+    of_pairs = not batch and len(contract[0]) == 2 and is_plain(weights)
+    of_pairs = of_pairs and _is_product(x, scaled=False)
     if not of_pairs or np.ndim(weights) != 2 or not products.has_default_precision(eqn):
         return products.dot_general(ctx, eqn, lhs, rhs)
     order = [d for _, d in sorted(zip(contract[side], contract[1 - side], strict=True))]
@@ -189,7 +202,8 @@ def reduce_sum(ctx: Context, eqn: Any, x: Scores) -> Any:
     made, operands = made
     pair = [y for y in operands if isinstance(y, Scores)]
     is_weighted = made is not None and made.primitive is jax.lax.mul_p
-    if is_weighted and eqn.params["axes"] == (1, 2) and len(pair) == 1 and _is_product(pair[0]):
+    is_weighted = is_weighted and eqn.params["axes"] == (1, 2) and len(pair) == 1
+    if is_weighted and _is_product(pair[0], scaled=False):
         base = base_of(operands[0] if pair[0] is operands[1] else operands[1])
         if is_plain(base) and np.shape(base) == (1, *x.shape[1:]):
             return _weighted(ctx, eqn, pair[0], staged.reshape(base, x.shape[1:]))
@@ -277,7 +291,8 @@ def _chosen(ctx: Context, scores: Scores, pairs: np.ndarray, kept: np.ndarray | 
     Products that are not `kept` [count] are 0.
     """
     kept = np.ones(len(pairs), bool) if kept is None else kept
-    (rows, row_group, row_at), (columns, column_group, column_at) = _sides(ctx, scores)
+    sides = ctx.scope.once(("sides",), [scores], lambda: _sides(ctx, scores))
+    (rows, row_group, row_at), (columns, column_group, column_at) = sides
     groups = list(
         zip(row_group[pairs[:, 0]].tolist(), column_group[pairs[:, 1]].tolist(), strict=True)
     )
@@ -286,7 +301,8 @@ def _chosen(ctx: Context, scores: Scores, pairs: np.ndarray, kept: np.ndarray | 
     if len(different) > _MOST_BLOCKS:
         raise NotCovered("products of fields of many lookups")
     for m, n in different:
-        blocks[m, n] = _block(ctx, scores, rows[m], columns[n])
+        of_fields = functools.partial(_block, ctx, scores, rows[m], columns[n])
+        blocks[m, n] = ctx.scope.once(("block", m, n), [scores], of_fields)
     whole, places = _joined(blocks, rows, columns)
     found = [places[x] if x in places else (0, columns[x[1]].shape[1]) for x in groups]
     starts, widths = np.array(found, np.int64).reshape(-1, 2).T
@@ -352,6 +368,8 @@ def _block(ctx: Context, scores: Scores, rows: Any, columns: Any) -> Any:
     aval = dot.outvars[0].aval.update(shape=(batch, m, n))
     dot = dot.replace(outvars=[core.Var(aval)], params={**dot.params, "dimension_numbers": numbers})
     product = contraction.product(ctx, dot, rows, columns)
+    if (scale := scores.root.scale) != 1:
+        product = of_bases(lambda x: x * np.asarray(scale, x.dtype), product)
     if not isinstance(product, Lazy) or product.axis != 0:
         return staged.reshape(ctx.build(product), (batch, m * n))
     base = staged.reshape(product.base, (product.base.shape[0], m * n))

@@ -25,7 +25,7 @@ from ikbo_jax.rewrite.values.forms import form, in_form_of, unpack, unpack_all, 
 from ikbo_jax.rewrite.values.jaxprs import evaluate, trace
 from ikbo_jax.rewrite.values.lineage import Concat, Lazy
 from ikbo_jax.rewrite.values.registry import NotCovered
-from ikbo_jax.rewrite.values.reshaped import Reshaped
+from ikbo_jax.rewrite.values.reshaped import Reshaped, reshaped
 
 
 def custom_jvp(ctx: Context, eqn: Any, *operands: Any) -> Any:
@@ -36,11 +36,17 @@ def custom_jvp(ctx: Context, eqn: Any, *operands: Any) -> Any:
     if params["call_jaxpr"].effects:
         # The function is interpreted twice, which would repeat them.
         raise NotCovered("custom_jvp with effects")
+    is_simple = len(operands) == len(eqn.outvars) == 1 and not params["symbolic_zeros"]
+    is_elementwise = functools.partial(any_shape.is_elementwise_jvp, eqn)
+    if is_simple and type(operands[0]) is Reshaped and operands[0].inner.rule is not None:
+        if not _once(ctx, eqn, (eqn.invars[0].aval,), is_elementwise):
+            raise NotCovered("custom_jvp of scores that is not elementwise")
+        inner, groups = operands[0].inner, operands[0].groups
+        (result,) = ctx.run_equation(any_shape.at_shape_of(eqn, inner), [inner])
+        return [reshaped(result, groups)]
     arrays, pack = unpack_all(operands)
     if not all(jnp.issubdtype(x.dtype, jnp.inexact) for x in arrays):
         raise NotCovered("custom_jvp with operands that are not floating-point numbers")
-    is_simple = len(operands) == len(eqn.outvars) == 1 and not params["symbolic_zeros"]
-    is_elementwise = functools.partial(any_shape.is_elementwise_jvp, eqn)
     if is_simple and _once(ctx, eqn, (eqn.invars[0].aval,), is_elementwise):
         for x in filter(lineage.has_lineage, with_all_inside(operands)):
             ctx.recorder.saved(eqn, x.origins, "work at the smaller batch", False)

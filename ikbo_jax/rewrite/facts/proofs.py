@@ -59,6 +59,13 @@ def _rounded(eqn: Any, choices: Iterable[Any]) -> np.ndarray:
         return np.asarray(results).astype(aval.dtype).astype(np.float64)
 
 
+#: Primitives whose results' elements are elements of some operands, and these operands.
+_ONE_OF = {
+    "concatenate": slice(None),
+    "pad": slice(None),
+    "scatter": slice(0, None, 2),
+    "select_n": slice(1, None),
+}
 #: Primitives that compute few numbers from few numbers.
 _OF_FEW = ("add", "max", "min", "mul", "sub")
 _ARITHMETIC: dict[str, Callable[..., Any]] = {
@@ -96,19 +103,21 @@ def possible_values(ctx: Any, value: Any, depth: int = _DEPTH) -> set[float] | N
         of_operand = possible_values(ctx, operands[0], depth - 1)
         # The cast to a narrower dtype may overflow.
         return of_operand and set(_rounded(eqn, zip(of_operand)).tolist())
-    if name == "select_n":
-        operands = operands[1:]
+    if name in _ONE_OF:
+        operands = operands[_ONE_OF[name]]
     elif name not in _OF_FEW:
-        fixed = known(ctx, value) if name in ("scatter", "pad", "concatenate") else None
+        fixed = known(ctx, value) if name == "jit" else None
         return None if fixed is None else possible_values(ctx, fixed)
     choices = [possible_values(ctx, x, depth - 1) for x in operands]
     if any(x is None for x in choices):
         return None
-    if name == "select_n":
-        return set().union(*(x for x in choices if x))
-    rounded = _rounded(eqn, itertools.product(*(x for x in choices if x is not None)))
-    values = set(rounded.tolist())
-    return values if len(values) <= 4 and not np.isnan(rounded).any() else None
+    numbers = [x for x in choices if x is not None]
+    if name in _ONE_OF:
+        found = np.asarray([n for x in numbers for n in x])
+    else:
+        found = _rounded(eqn, itertools.product(*numbers))
+    values = set(found.tolist())
+    return values if len(values) <= 4 and not np.isnan(found).any() else None
 
 
 def _may_fill(eqn: Any) -> bool:

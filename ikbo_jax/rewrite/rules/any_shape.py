@@ -64,6 +64,7 @@ def is_elementwise_jvp(
 
 def _only_elementwise(program: Any, derivatives: int, assumed: frozenset = frozenset()) -> bool:
     """Whether all equations of a program are elementwise, with numbers as further operands."""
+    broadcast = set()
 
     def is_elementwise(eqn: Any) -> bool:
         name = eqn.primitive.name
@@ -71,8 +72,12 @@ def _only_elementwise(program: Any, derivatives: int, assumed: frozenset = froze
             return _only_elementwise(eqn.params["jaxpr"], derivatives, assumed)
         if name == "custom_jvp_call":
             return is_elementwise_jvp(eqn, derivatives, assumed)
-        if name == "broadcast_in_dim":
-            return eqn.invars[0].aval.ndim == 0
+        if name == "broadcast_in_dim" and (
+            eqn.invars[0].aval.ndim == 0 or id(eqn.invars[0]) in broadcast
+        ):
+            # `vmap` broadcasts a number twice.
+            broadcast.add(id(eqn.outvars[0]))
+            return True
         return name in ELEMENTWISE
 
     return not program.constvars and all(map(is_elementwise, program.eqns))
@@ -95,6 +100,13 @@ def _evaluated(program: Any, consts: Any, arrays: Any) -> list[Any]:
         return [eqn.primitive.bind(*common_shape(eqn, operands), **params)]
 
     return interpret(program, consts, arrays, run)
+
+
+def at_shape_of(eqn: Any, x: Any) -> Any:
+    """Returns the equation of a custom_jvp function for a value of another shape."""
+    like = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    program = jax.make_jaxpr(lambda x: run_custom_jvp(eqn, [x]))(like)
+    return program.eqns[0].replace(source_info=eqn.source_info)
 
 
 def run_custom_jvp(eqn: Any, arrays: list[jax.Array]) -> jax.Array:

@@ -22,8 +22,8 @@ def batched_product(
     # Every dimension gets a label. If one operand has size 1 in a batch dimension, this operand is
     # squeezed, and the dimension is a free dimension of the other operand.
     labels = [
-        _labels("l", lhs, lhs_contract, lhs_batch),
-        _labels("r", rhs, rhs_contract, rhs_batch),
+        labels_of("l", lhs, lhs_contract, lhs_batch),
+        labels_of("r", rhs, rhs_contract, rhs_batch),
     ]
     sizes = dict(zip(labels[0] + labels[1], shape_of(lhs) + shape_of(rhs), strict=True))
     wanted = [f"b{n}" for n in range(len(lhs_batch))]
@@ -88,7 +88,8 @@ def dims_of(eqn: Any) -> Any:
     return [[int(d) for d in side] for side in contract], [[int(d) for d in side] for side in batch]
 
 
-def _labels(side: str, x: Any, contract: Any, batch: Any) -> list[str]:
+def labels_of(side: str, x: Any, contract: Any, batch: Any) -> list[str]:
+    """Names the dimensions of an operand of a product; those of both operands have one name."""
     named = {d: f"c{n}" for n, d in enumerate(contract)} | {d: f"b{n}" for n, d in enumerate(batch)}
     return [named.get(d, f"{side}{d}") for d in range(len(shape_of(x)))]
 

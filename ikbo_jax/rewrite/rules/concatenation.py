@@ -57,10 +57,18 @@ def concatenated(ctx: Context, eqn: Any, operands: Any, axis: int, shape: tuple[
     parts = lineage.aligned(parts)
     value_lineage, user_axis, differ = common_lineage(parts)
     one_lineage = value_lineage is not None and not differ
-    if one_lineage and not any(carries(x, user_axis) for x in parts):
+    if _are_as_wide(parts, axis) or (one_lineage and not any(carries(x, user_axis) for x in parts)):
         base, origins = concatenated_bases(parts, axis), origins_of(*parts)
         return at_user_batch(ctx, eqn, base, value_lineage, user_axis, origins, shape)
     return Concat(tuple(_joined_neighbours(parts, axis)), axis)
+
+
+def _are_as_wide(parts: list[Any], axis: int) -> bool:
+    """Whether no part is looked up, and the bases' shapes are equal but for the size of `axis`."""
+    if any(map(has_lineage, parts)) or not all(is_plain(x) or type(x) is Lazy for x in parts):
+        return False
+    shapes = [shape_of(base_of(x)) for x in parts]
+    return len({(*shape[:axis], *shape[axis + 1 :]) for shape in shapes}) == 1
 
 
 def repeated(ctx: Context, eqn: Any, x: Any, shape: tuple[int, ...], verb: str) -> Any:
@@ -85,8 +93,11 @@ def _concat_of_concats(
         return concatenated(ctx, eqn, cut, axis, part_shape)
 
     parts = by_part(first, operands, shape, run)
-    if any(isinstance(part, Concat) for part in parts):
-        raise NotCovered("concatenation of user and candidate along two axes")
+    for n, part in enumerate(parts):
+        if isinstance(part, Concat):
+            if any(map(has_lineage, part.parts)):
+                raise NotCovered("concatenation of user and candidate along two axes")
+            parts[n] = ctx.build(part)
     return concat(parts, first.axis)
 
 

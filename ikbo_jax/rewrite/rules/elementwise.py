@@ -229,15 +229,13 @@ def _over_parts(
             for x in operands
         ]
         return elementwise_to(ctx, eqn, shape, whole)
-    for x in operands:
-        if isinstance(x, Concat):
-            if x.axis != first.axis and eqn.outvars[0].aval.dtype == np.bool_:
-                # Masks are known by the equations between them.
-                raise NotCovered(f"{eqn.primitive.name} of concatenations along two axes")
-        elif has_lineage(x) and x.axis == first.axis:
-            raise NotCovered(
-                f"{eqn.primitive.name} with a value that is looked up along the concatenation"
-            )
+    if eqn.outvars[0].aval.dtype == np.bool_ and any(
+        isinstance(x, Concat) and x.axis != first.axis for x in operands
+    ):
+        # Masks are known by the equations between them.
+        raise NotCovered(f"{eqn.primitive.name} of concatenations along two axes")
+    # Such as embeddings of the types of tokens.
+    operands = [_at_once(x) if has_lineage(x) and x.axis == first.axis else x for x in operands]
 
     def run(cut: list[Any], part_shape: tuple[int, ...]) -> Any:
         return elementwise_to(ctx, eqn, part_shape, cut)

@@ -193,7 +193,13 @@ def again(ctx: Context, eqn: Any, x: Any, axes: Axes) -> Any:
         return reshape.reshape_to(ctx, eqn, x, axes.shape)
     if is_split(x) and not axes.splits:
         return to_shape_again(ctx, eqn, x, axes.shape)
-    return reshaped(x, axes.groups) if axes.special else x
+    if not axes.special:
+        return x
+    result = reshaped(x, axes.groups)
+    if is_plain(x):
+        # Later equations before the reshape find the value, and the equation that made it.
+        ctx.scope.once(("flat", *shape_of(x)), [result], lambda: x)
+    return result
 
 
 def to_shape_again(ctx: Context, eqn: Any, x: Reshaped, shape: tuple[int, ...]) -> Any:
@@ -207,10 +213,24 @@ def to_shape_again(ctx: Context, eqn: Any, x: Reshaped, shape: tuple[int, ...]) 
     for axis in range(len(shape) + 1):
         if math.prod(shape[:axis]) != before or 0 in shape:
             continue
-        count = len(group.sizes)
-        if shape[axis : axis + count] == group.sizes:
-            out = axes.at(shape, range(axis, axis + count))
+        if end := _end_of(shape, axis, group.sizes):
+            own = Group(shape[axis:end], group.before)
+            out = axes_of(plain_groups(shape)).put([(range(axis, end), own)])
             return again(ctx, eqn, to_shape(ctx, eqn, x.inner, out.before_shape), out)
         if axis < len(shape) and (shape[axis],) == group.before:
             return to_shape(ctx, eqn, x.inner, shape)
     return reshape.reshape_to(ctx, eqn, x.inner, shape)
+
+
+def _end_of(shape: tuple[int, ...], start: int, sizes: tuple[int, ...]) -> int:
+    """Finds where dimensions of these sizes end, of which some of size 1 may be left out or new.
+
+    0 if other dimensions begin at `start`, or a single one.
+    """
+    if shape[start : start + len(sizes)] == sizes:
+        return start + len(sizes)
+    wanted, end = [n for n in sizes if n != 1], start
+    while wanted and end < len(shape) and shape[end] in (1, wanted[0]):
+        wanted = wanted[shape[end] != 1 :]
+        end += 1
+    return end if not wanted and end > start + 1 else 0

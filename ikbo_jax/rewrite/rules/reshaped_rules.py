@@ -1,19 +1,19 @@
-"""Rules of reshaped values: an equation on them becomes one on the values before the reshape.
+"""Rules of reshaped values: an equation on them becomes one on the values before the reshape."""
 
-Lookups by an index of several dimensions are lookups by the flattened index, reshaped.
-"""
-
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ikbo_jax.rewrite.facts import proofs
+from ikbo_jax.rewrite.facts import known
 from ikbo_jax.rewrite.interpret import Context, at_shapes, shape_of
-from ikbo_jax.rewrite.rules import elementwise, positions, row_rules
-from ikbo_jax.rewrite.rules.batched import dims_of
+from ikbo_jax.rewrite.rules import elementwise, row_rules
+from ikbo_jax.rewrite.rules.batched import dims_of, labels_of
 from ikbo_jax.rewrite.rules.reshaped_axes import (
     Axes,
     again,
@@ -24,7 +24,8 @@ from ikbo_jax.rewrite.rules.reshaped_axes import (
     to_shape,
     to_shape_again,
 )
-from ikbo_jax.rewrite.values.lineage import Concat, has_lineage, is_at_least, is_plain
+from ikbo_jax.rewrite.values import staged
+from ikbo_jax.rewrite.values.lineage import Concat
 from ikbo_jax.rewrite.values.registry import NotCovered, Rule
 from ikbo_jax.rewrite.values.reshaped import Group, Reshaped, is_split, plain_groups
 
@@ -36,12 +37,12 @@ def _rule(params_of: _Params) -> Rule:
     """Makes the rule of a primitive whose operands all have their groups at the same place."""
 
     def rule(ctx: Context, eqn: Any, *operands: Any) -> Any:
-        if eqn.primitive.name == "mul":
+        own = [x for x in operands if isinstance(x, Reshaped)]
+        if eqn.primitive.name == "mul" and all(x.inner.rule is None for x in own):
             eqn, operands = elementwise.with_mask(ctx, eqn, operands)
         if Concat in map(type, operands) and (found := _without_batch(ctx, eqn, operands)):
             return found[0]
-        (groups, *_) = [x.groups for x in operands if isinstance(x, Reshaped)]
-        axes = axes_of(groups)
+        axes = axes_of(own[0].groups)
         params, out = params_of(axes, eqn, operands)
         flat = [flattened(ctx, eqn, x, axes) for x in operands]
         return run_before(ctx, eqn, flat, axes_of(tuple(out)), **params)
@@ -129,10 +130,76 @@ def in_rows(ctx: Context, eqn: Any, *operands: Any) -> Any:
 
 
 @_rule
-def transpose(axes: Axes, eqn: Any, operands: Any) -> Any:
+def _transpose(axes: Axes, eqn: Any, operands: Any) -> Any:
     """Transposes; the dimensions of a group stay together."""
     order = eqn.params["permutation"]
     return {"permutation": axes.before(order)}, axes.chosen(order)
+
+
+def transpose(ctx: Context, eqn: Any, x: Reshaped) -> Any:
+    """Transposes; dimensions that look rows up together may be in another order, or beside ones."""
+    order, shape = list(map(int, eqn.params["permutation"])), x.shape
+    own = axes_of(x.groups).together if x.splits else range(0)
+    at = [order.index(d) for d in own]
+    if at == list(range(min(at, default=0), max(at, default=-1) + 1)):
+        return _transpose(ctx, eqn, x)
+    ones = [d for d in order[min(at) : max(at) + 1] if shape[d] == 1]
+    if ones:
+        # Without them, the other dimensions stay together.
+        kept = [d for d in range(len(shape)) if d not in ones]
+        narrow = to_shape(ctx, eqn, x, [shape[d] for d in kept])
+        params = {"permutation": tuple([kept.index(d) for d in order if d not in ones])}
+        sizes = [shape[d] for d in order if d not in ones]
+        moved = equation(eqn, lax.transpose_p, [narrow], sizes, params)
+        (result,) = ctx.run_equation(moved, [narrow])
+        return to_shape(ctx, eqn, result, eqn.outvars[0].aval.shape)
+    within = [d - own.start for d in order if d in own]
+    if within == sorted(within):
+        raise NotCovered("dimensions that look rows up together are moved apart")
+    x = _with_rows_moved(ctx, eqn, x, lambda rows: rows.transpose(within))
+    order = [own.start + within.index(d - own.start) if d in own else d for d in order]
+    return _run_on(ctx, eqn, x, permutation=tuple(order))
+
+
+def slice_(ctx: Context, eqn: Any, x: Reshaped) -> Any:
+    """Slices, also along dimensions that look rows up together."""
+    cuts = known.cuts(eqn.params)
+    own = axes_of(x.groups).together
+    if all(cuts[d] == slice(0, x.shape[d], 1) for d in own):
+        return dimension_wise(ctx, eqn, x)
+    x = _with_rows_moved(ctx, eqn, x, lambda rows: rows[tuple(cuts[own.start : own.stop])])
+    whole = [slice(0, x.shape[d], 1) if d in own else cut for d, cut in enumerate(cuts)]
+    names = {"start_indices": "start", "limit_indices": "stop", "strides": "step"}
+    params = {name: tuple([getattr(x, of) for x in whole]) for name, of in names.items()}
+    return _run_on(ctx, eqn, x, **params)
+
+
+def _run_on(ctx: Context, eqn: Any, x: Any, **params: Any) -> Any:
+    """Runs an equation with other parameters on another value; its result has the same shape."""
+    inner = at_shapes(eqn, [x], [eqn.outvars[0].aval.shape], **params)
+    return ctx.run_equation(inner, [x])[0]
+
+
+def _with_rows_moved(
+    ctx: Context, eqn: Any, x: Reshaped, move: Callable[[np.ndarray], np.ndarray]
+) -> Any:
+    """Looks the rows of several dimensions up as `move` moves their numbers, which have these."""
+    axes = axes_of(x.groups)
+    (n,) = axes.special
+    sizes, at = axes.groups[n].sizes, axes.inner[n].start
+    if not all(isinstance(size, int) for size in sizes):
+        raise NotCovered("an operation along dimensions that look rows up together")
+    rows = move(np.arange(math.prod(sizes), dtype=np.int32).reshape(sizes))
+    if not rows.size:
+        raise NotCovered("an empty slice")
+    # Equal numbers are one object, so that the same rows have one lineage.
+    key = "moved rows", rows.tobytes()
+    numbers = ctx.scope.once(key, [], lambda: jnp.asarray(rows.reshape(-1)))
+    like = [jax.ShapeDtypeStruct(y.shape, y.dtype) for y in (x.inner, numbers)]
+    program = jax.make_jaxpr(functools.partial(staged.gather_rows, axis=at))(*like)
+    groups = (*axes.groups[:n], Group(rows.shape, (rows.size,)), *axes.groups[n + 1 :])
+    (found,) = ctx.run_closed(program, [x.inner, numbers])
+    return again(ctx, eqn, found, axes_of(groups))
 
 
 @_rule
@@ -195,6 +262,8 @@ def reshape_again(ctx: Context, eqn: Any, x: Reshaped) -> Any:
 def dot_general(ctx: Context, eqn: Any, lhs: Any, rhs: Any) -> Any:
     """Multiplies; a group is summed or a batch dimension of both operands, or is in one of them."""
     (contract, batch), operands = dims_of(eqn), (lhs, rhs)
+    if any(is_split(x) and _ones(x) for x in operands):
+        return _dot_without_ones(ctx, eqn, operands)
     axes = [
         axes_of(x.groups if type(x) is Reshaped else plain_groups(shape_of(x))) for x in operands
     ]
@@ -217,6 +286,37 @@ def dot_general(ctx: Context, eqn: Any, lhs: Any, rhs: Any) -> Any:
     return run_before(ctx, eqn, flat, axes_of(tuple(out)), dimension_numbers=numbers)
 
 
+def _ones(x: Any) -> set[int]:
+    """Finds dimensions of size 1 beside several others that look rows up together."""
+    own = axes_of(x.groups).together if is_split(x) else ()
+    ones = {d for d in own if x.shape[d] == 1}
+    return ones if len(ones) < len(own) - 1 else set()
+
+
+def _dot_without_ones(ctx: Context, eqn: Any, operands: Any) -> Any:
+    """Multiplies without dimensions of size 1 between those that look rows up together."""
+    contract, batch = dims_of(eqn)
+    names = list(map(labels_of, "lr", operands, contract, batch))
+    ones = {own[d] for x, own in zip(operands, names, strict=True) for d in _ones(x)}
+    sizes = dict(
+        zip(names[0] + names[1], shape_of(operands[0]) + shape_of(operands[1]), strict=True)
+    )
+    names = [[x for x in own if x not in ones] for own in names]
+    narrow = [
+        to_shape(ctx, eqn, x, [sizes[y] for y in own])
+        for x, own in zip(operands, names, strict=True)
+    ]
+    paired = [
+        [x for x in (f"{kind}{n}" for n in range(len(dims[0]))) if x not in ones]
+        for kind, dims in (("c", contract), ("b", batch))
+    ]
+    numbers = tuple(tuple(tuple(map(own.index, of)) for own in names) for of in paired)
+    out = [*paired[1], *(x for own in names for x in own if x[0] in "lr")]
+    inner = at_shapes(eqn, narrow, [tuple([sizes[x] for x in out])], dimension_numbers=numbers)
+    (result,) = ctx.run_equation(inner, narrow)
+    return to_shape(ctx, eqn, result, eqn.outvars[0].aval.shape)
+
+
 def _paired(axes: list[Axes], contract: Any, batch: Any, side: int) -> list[tuple[Any, Group]]:
     """Finds the groups that an operand of a product has as the other one, with its dimensions."""
     other, found = axes[1 - side], []
@@ -233,163 +333,3 @@ def _paired(axes: list[Axes], contract: Any, batch: Any, side: int) -> list[tupl
         if own:
             found.append((own, other.groups[n]))
     return found
-
-
-def flat_indices(ctx: Context, eqn: Any, indices: Any) -> Any:
-    """Merges all dimensions of gather indices but the last, which holds the index vectors.
-
-    Columns are merged one by one, so that proofs find where they come from.
-    """
-    shape = shape_of(indices)
-    count = math.prod(shape[:-1])
-    name, made_by, operands = ctx.made_by(indices)
-    if name == "concatenate" and made_by.params["dimension"] == len(shape) - 1:
-        flat = [flat_indices(ctx, eqn, x) for x in operands]
-        params: dict[str, Any] = {"dimension": 1}
-        joined = equation(eqn, lax.concatenate_p, flat, (count, shape[-1]), params)
-        return ctx.run_equation(joined, flat)[0]
-    if not is_plain(indices):
-        # A column of equal numbers, as of `x[index, 0]`.
-        number = proofs.single(ctx, indices)
-        column = ctx.build(indices) if number is None else np.full(shape, number, indices.dtype)
-        return column.reshape(count, shape[-1])
-    if name in ("broadcast_in_dim", "reshape") and shape == (*shape_of(operands[0]), 1):
-        index = to_shape(ctx, eqn, proofs.selected(ctx, operands[0]), (count,))
-        params = {"shape": (count, 1), "broadcast_dimensions": (0,), "sharding": None}
-        column = equation(eqn, lax.broadcast_in_dim_p, [index], (count, 1), params)
-        return ctx.run_equation(column, [index])[0]
-    return to_shape(ctx, eqn, indices, (count, shape[-1]))
-
-
-def gather(ctx: Context, eqn: Any, operand: Any, indices: Any) -> Any:
-    """Looks up in a reshaped value, or by reshaped indices."""
-    if is_split(operand) or is_split(indices):
-        return _gather_split(ctx, eqn, operand, indices)
-    return _gather_merged(ctx, eqn, operand, indices)
-
-
-def _gather_merged(ctx: Context, eqn: Any, operand: Any, indices: Any) -> Any:
-    """Looks rows up by indices that are flattened before the lookup."""
-    numbers = eqn.params["dimension_numbers"]
-    if not isinstance(indices, Reshaped) or isinstance(operand, Reshaped):
-        raise NotCovered("lookup in a value whose looked-up axis is merged by a reshape")
-    if len(indices.groups[-1].before) != 1 or numbers.start_indices_batching_dims:
-        raise NotCovered("lookup by index vectors that are merged by a reshape")
-    rest = iter(indices.groups[:-1])
-    own = enumerate(plain_groups(eqn.outvars[0].aval.shape))
-    out = axes_of(tuple([x if d in numbers.offset_dims else next(rest) for d, x in own]))
-    numbers = numbers._replace(offset_dims=out.before(numbers.offset_dims))
-    operands = [operand, indices.inner]
-    return run_before(ctx, eqn, operands, out, dimension_numbers=numbers)
-
-
-def _position(dims: list[int], dim: int) -> int:
-    """Finds a dimension in a list; NotCovered if it is not there."""
-    if dim not in dims:
-        raise NotCovered("lookup along dimensions that look rows up together")
-    return dims.index(dim)
-
-
-def _gather_split(ctx: Context, eqn: Any, operand: Any, indices: Any) -> Any:
-    """Looks up in other dimensions of a split value, or by split indices, or in each table."""
-    numbers, sizes = eqn.params["dimension_numbers"], eqn.params["slice_sizes"]
-    shape, of_tables = eqn.outvars[0].aval.shape, list(map(int, numbers.operand_batching_dims))
-    of_indices = list(map(int, numbers.start_indices_batching_dims))
-    on, on_indices = (
-        axes_of(x.groups if is_split(x) else plain_groups(shape_of(x))) for x in (operand, indices)
-    )
-    if on.special and on.together.start in of_tables:
-        dims = [of_indices[_position(of_tables, d)] for d in on.together]
-        on_indices = on.at(shape_of(indices), dims)
-    elif on.special:
-        whole = on.groups[on.special[0]].sizes
-        if on_indices.special or tuple(sizes[on.together.start : on.together.stop]) != whole:
-            raise NotCovered("lookup along dimensions that look rows up together")
-        removed = (*numbers.collapsed_slice_dims, *of_tables)
-        kept = [d for d in range(len(sizes)) if d not in removed]
-        out = on.at(shape, [numbers.offset_dims[kept.index(d)] for d in on.together])
-    elif of_tables:
-        dims = [of_tables[_position(of_indices, d)] for d in on_indices.together]
-        on = on_indices.at(shape_of(operand), dims)
-    if on_indices.special:
-        batch = [d for d in range(len(shape)) if d not in numbers.offset_dims]
-        out = on_indices.at(shape, [batch[d] for d in on_indices.together])
-        indices = flattened(ctx, eqn, indices, on_indices)
-    if on.special:
-        operand = flattened(ctx, eqn, operand, on)
-    sizes = tuple(
-        sizes[dims.start] if x.is_plain or dims.start in of_tables else x.before[0]
-        for dims, x in zip(on.dims, on.groups, strict=True)
-    )
-    numbers = numbers._replace(
-        offset_dims=out.before(numbers.offset_dims),
-        collapsed_slice_dims=on.before(numbers.collapsed_slice_dims),
-        start_index_map=on.before(numbers.start_index_map),
-        operand_batching_dims=on.before(of_tables),
-        start_indices_batching_dims=on_indices.before(of_indices),
-    )
-    given = {"dimension_numbers": numbers, "slice_sizes": sizes}
-    return run_before(ctx, eqn, [operand, indices], out, **given)
-
-
-def scatter(ctx: Context, eqn: Any, x: Any, indices: Any, updates: Any) -> Any:
-    """Updates the same positions of every row."""
-    numbers = eqn.params["dimension_numbers"]
-    removed = (*numbers.inserted_window_dims, *numbers.operand_batching_dims)
-    kept = [d for d in range(len(shape_of(x))) if d not in removed]
-    window = list(map(int, numbers.update_window_dims))
-    is_same = not isinstance(indices, Reshaped) and not numbers.operand_batching_dims
-    if not is_same or not (is_split(x) or is_split(updates)):
-        raise NotCovered(f"{eqn.primitive.name} at looked-up positions")
-    if is_split(x):
-        on = axes_of(x.groups)
-        dims = [window[_position(kept, d)] for d in on.together]
-        of_updates = on.at(shape_of(updates), dims)
-    else:
-        of_updates = axes_of(updates.groups)
-        dims = [kept[_position(window, d)] for d in of_updates.together]
-        on = of_updates.at(shape_of(x), dims)
-    whole = on.groups[on.special[0]].sizes
-    if shape_of(updates)[of_updates.together.start : of_updates.together.stop] != whole:
-        raise NotCovered(f"{eqn.primitive.name} along dimensions that look rows up together")
-    numbers = numbers._replace(
-        update_window_dims=of_updates.before(window),
-        inserted_window_dims=on.before(numbers.inserted_window_dims),
-        scatter_dims_to_operand_dims=on.before(numbers.scatter_dims_to_operand_dims),
-    )
-    x, updates = (flattened(ctx, eqn, y, axes) for y, axes in ((x, on), (updates, of_updates)))
-    return run_before(ctx, eqn, [x, indices, updates], on, dimension_numbers=numbers)
-
-
-def looks_up_by_dimensions(eqn: Any, operand: Any, indices: Any) -> bool:
-    """Whether a lookup by an index of several dimensions may have fewer rows than indices."""
-    numbers = eqn.params["dimension_numbers"]
-    if len(shape_of(indices)) < 3 or numbers.operand_batching_dims:
-        return False
-    if not is_plain(indices) and type(indices) is not Concat or positions.are_in_parts(indices):
-        return False
-    if has_lineage(operand) and operand.axis not in numbers.start_index_map:
-        return False
-    count, sizes = math.prod(shape_of(indices)[:-1]), eqn.params["slice_sizes"]
-    shape = shape_of(operand)
-    return any(sizes[a] == 1 and is_at_least(count, shape[a] + 1) for a in numbers.start_index_map)
-
-
-def gather_by_dimensions(ctx: Context, eqn: Any, operand: Any, indices: Any) -> Any:
-    """Looks rows up by an index of several dimensions: by the flattened index."""
-    if isinstance(indices, Concat):
-        whole, vectors = positions.along_whole_axis(ctx, eqn, indices)
-        if whole is not eqn:
-            return ctx.run_equation(whole, [operand, vectors])[0]
-    numbers, sizes = eqn.params["dimension_numbers"], shape_of(indices)[:-1]
-    shape = eqn.outvars[0].aval.shape
-    dims = [d for d in range(len(shape)) if d not in numbers.offset_dims]
-    out = axes_of((Group(sizes, (math.prod(sizes),)),)).at(shape, dims)
-    flat = flat_indices(ctx, eqn, indices)
-    numbers = numbers._replace(offset_dims=out.before(numbers.offset_dims))
-    operands = [operand, flat]
-    inner = at_shapes(eqn, operands, [out.before_shape], dimension_numbers=numbers)
-    (result,) = ctx.run_equation(inner, operands)
-    if is_plain(result) and is_plain(operand):
-        return ctx.bind(eqn, operand, ctx.build(indices))
-    return again(ctx, eqn, result, out)

@@ -9,7 +9,7 @@ from jax import lax
 
 from ikbo_jax.rewrite.facts import proofs
 from ikbo_jax.rewrite.interpret import Context, shape_of
-from ikbo_jax.rewrite.rules import concatenation, placing, positions, reselect, reshaped_rules
+from ikbo_jax.rewrite.rules import concatenation, placing, positions, reselect, reshaped_lookups
 from ikbo_jax.rewrite.rules.elementwise import at_user_batch, concat, slice_along
 from ikbo_jax.rewrite.rules.table_rows import column_of, looked_up
 from ikbo_jax.rewrite.values import lineage, rows, staged
@@ -25,8 +25,8 @@ def gather(ctx: Context, eqn: Any, operand: Any, indices: Any) -> Any:
         whole, vectors = positions.along_whole_axis(ctx, eqn, indices)
         if whole is not eqn:
             return gather(ctx, whole, operand, vectors)
-    if reshaped_rules.looks_up_by_dimensions(eqn, operand, indices):
-        return reshaped_rules.gather_by_dimensions(ctx, eqn, operand, indices)
+    if reshaped_lookups.looks_up_by_dimensions(eqn, operand, indices):
+        return reshaped_lookups.gather_by_dimensions(ctx, eqn, operand, indices)
     if positions.are_looked_up(indices) and (
         len(positions.columns(indices)) > 1
         or numbers.start_indices_batching_dims
@@ -319,6 +319,9 @@ def tile(ctx: Context, eqn: Any, operand: Any) -> Any:
     if lineage.has_lineage(operand) and operand.axis == axis:
         return reselect.concatenated(ctx, [operand] * reps[axis], axis, shape)
     if proofs.is_fixed(ctx, operand):
+        if lineage.is_only_broadcast(operand):
+            base = ctx.bind(eqn, lineage.spread_axes(operand, [axis]).base)
+            return lineage.lazy(base, shape, None, -1, operand.origins)
         return ctx.bind(eqn, ctx.build(operand))
     if seen[axis] == 1:
         return concatenation.repeated(ctx, eqn, operand, shape, "tiled")
