@@ -292,22 +292,6 @@ def test_copies_for_products_and_shared_numbers_count() -> None:
     check_bytes_are_xlas(fn, args, 0.05)
 
 
-def test_a_loop_reads_what_it_pads_from_memory() -> None:
-    """As in a linear recurrent unit, whose scan reads padded values at several places."""
-
-    def fn(history, cand, decay, index):
-        def step(x, y):
-            return x[0] * y[0], y[0] * x[1] + y[1]
-
-        rows = history[index]
-        decays = jnp.broadcast_to(decay, rows.shape)
-        states = lax.associative_scan(step, (decays, rows), axis=1)[1]
-        return jnp.einsum("bsd,bd->bs", jnp.tanh(states), cand)
-
-    args = jnp.ones((16, 64, 32)), jnp.ones((512, 32)), jnp.full((1, 1, 32), 0.9)
-    check_bytes_are_xlas(fn, (*args, jnp.arange(512) % 16), 0.2)
-
-
 def test_a_scan_slices_the_history_and_not_what_it_is_joined_with() -> None:
     """As in a linear recurrent unit of complex numbers, which saves no bytes by XLA's count."""
 

@@ -4,46 +4,46 @@ XLA builds kernels of a program in two steps. The library YNNPACK takes every pr
 reduction of at least 4,096 elements grows: elementwise operations, products and other reductions
 join it as long as one kernel reads them, such as a norm with the product before and after it, or
 a softmax with both products of an attention. XLA's own loops compute everything else where it is
-read: by a loop directly, by a kernel of the library from memory. A loop that reads a padded, joined
-or looked-up value at several places reads it from memory, too.
+read: by a loop directly, by a kernel of the library from memory. What is padded is in memory, too,
+and what is concatenated or looked up if several read it.
 """
 
 import collections
+import math
 from typing import Any, cast
 
 import jax
-import jax.numpy as jnp
 from jax.extend import core
 
-from ikbo_jax.rewrite.report.cpu_operations import Operation, Operations
+from ikbo_jax.rewrite.report.cpu_operations import HALF, Operation, Operations
 from ikbo_jax.rewrite.report.products import (
     LOOKUPS,
     MOVES,
     PARTS,
     RARE,
+    REDUCTIONS,
     Sums,
-    flops_of_product,
     sums_of_calls,
 )
 from ikbo_jax.rewrite.values import lineage
 from ikbo_jax.rewrite.values.jaxprs import inner_programs
 
-#: A loop does not repeat these where several loops read the result, or one at several places.
-_EXPENSIVE = LOOKUPS | frozenset(
+#: These are written if more operations than so many read them.
+_MOST_USES = {"concatenate": 1, "pad": 0}
+#: A loop does not repeat these where several kernels read the result.
+_EXPENSIVE = LOOKUPS.union(
+    REDUCTIONS,
     """
-    argmax argmin cbrt concatenate div erf erf_inv exp exp2 expm1 log log1p logistic pad pow rem
-    rsqrt sqrt tanh
-    """.split()  # noqa: SIM905
+    cbrt concatenate div erf erf_inv exp exp2 expm1 log log1p logistic pad pow rem rsqrt sqrt tanh
+    """.split(),  # noqa: SIM905
 )
-_HALF = frozenset(map(jnp.dtype, ("bfloat16", "float16")))
 #: Nor does it repeat these where they round a float32 to 16 bits.
 _ROUNDED = frozenset(["add", "add_any", "convert_element_type", "integer_pow", "mul", "sub"])
 #: What reads a value: a kernel that computes its operands ("loop"), a kernel of the library, one
 #: that fuses with nothing ("alone"), or what needs the value in memory ("memory").
 _Kernel = str
-#: How a kernel reads the elements of a value: each for the result at the same place, or at another
-#: one, or for several results.
-_SAME_PLACE, _MOVED, _SEVERAL = 1, 2, 3
+#: The kinds of operations that the library can join.
+_IN_LIBRARY = ("product", "reduction", "pointwise")
 #: The reader of the program's results.
 _MEMORY = 0
 
@@ -57,13 +57,11 @@ class CpuCost(Operations):
 
     def __init__(self, program: Any, known: dict[Any, Any]) -> None:
         super().__init__(program, known)
-        self.sums: Sums = [self.useful_flops, 0, 0]
+        self.sums: Sums = [self.flops, 0, 0]
         self._kernels: list[_Kernel] = ["memory"]
-        self._written: set[int] = set()
+        self._uses = collections.Counter([n for op in self.listed for n in {*op.operands}])
         # The kernels that read each value.
         self._readers: dict[int, frozenset[int]] = collections.defaultdict(frozenset)
-        # How they read its elements; 0 if no kernel does.
-        self._places: dict[int, int] = collections.defaultdict(int)
         # The kernels that read parts of a value, and their bytes.
         self._parts: dict[int, list[tuple[frozenset[int], Any]]] = collections.defaultdict(list)
         for n in self.results:
@@ -77,14 +75,18 @@ class CpuCost(Operations):
         for n in self._readers:
             users[n].add(-1)
         reducing = set()
+        arithmetic = [op for op in self.listed if op.kind == "pointwise" and not _is_cast(op)]
+        operands = {n for op in arithmetic for n in op.operands}
         for number, op in enumerate(reversed(self.listed)):
             seen = set().union(*[users[n] for n in op.results])
             if not seen:
                 continue
             if op.kind in ("view", "broadcast"):
                 group = seen
-            elif op.kind in ("product", "reduction", "pointwise"):
+            elif op.kind in _IN_LIBRARY:
                 joins = len(seen) == 1 and -1 not in seen
+                if joins and _is_cast(op):
+                    joins = self._is_cast_alone(op, operands, users[op.operands[0]] <= seen)
                 group = seen if joins else {number}
                 groups[op.results[0]] = next(iter(group))
                 if op.kind == "reduction":
@@ -92,15 +94,23 @@ class CpuCost(Operations):
             else:
                 group = {-1}
             for n in op.operands:
-                users[n] |= {-1} if n in op.copied else group
+                users[n] |= group
+        self._groups = users
         return {n for n, group in groups.items() if group in reducing}
+
+    def _is_cast_alone(self, op: Operation, arithmetic: set[int], is_inside: bool) -> bool:
+        """Whether the library casts 16 bits, which no loop reads in float32.
+
+        Arithmetic in 16 bits widens its operands, too, and XLA casts once for all.
+        """
+        (n,) = op.operands
+        is_of_loop = n in self.makers and self.makers[n].kind not in _IN_LIBRARY
+        return (is_inside or n not in arithmetic) and not (is_of_loop and self._uses[n] > 1)
 
     def _count(self) -> None:
         """Finds the kernels, from the results on, and adds up what they read and write."""
         grown, kernels, makers = self._grown(), self._kernels, self.makers
         for op in reversed(self.listed):
-            if op.counts and (flops := flops_of_product(op.eqn)):
-                self.sums[0] += flops
             readers: frozenset[int] = frozenset()
             for n in op.results:
                 readers |= self._readers[n]
@@ -116,23 +126,23 @@ class CpuCost(Operations):
                 # A loop of its own moves elements into the shape that a kernel reads.
                 outside = frozenset([n for n in readers if kernels[n] != "loop"])
                 maker = makers.get(op.operands[0]) if op.operands else None
-                if outside and maker and maker.eqn.primitive.name in MOVES:
+                if outside and maker and self._is_repeated(maker, grown):
                     self._readers[op.results[0]] = outside
                     loop = self._write(op, "loop")
                     self._read_operands(maker, loop)
                     readers -= outside
+            elif op.kind == "update":
+                self._update(op, readers)
+                continue
             elif op.kind == "call" and self._called(op):
                 continue
             elif op.kind in ("alone", "call", "product", "reduction"):
                 if not inside:
                     readers = self._write(op, "library" if is_grown else "alone")
-                if op.eqn.primitive.name == "dot_general":
-                    self._read_product(op, readers)
-                    continue
             elif not inside:
-                many = len(readers) > 1 or self._places[op.results[0]] == _SEVERAL
-                repeated = many and _is_expensive(op.eqn)
-                if repeated or is_grown:
+                most = _MOST_USES.get(op.eqn.primitive.name, math.inf)
+                many = len(readers) > 1 and _is_expensive(op.eqn) and op.kind != "broadcast"
+                if many or is_grown or self._uses[op.results[0]] > most:
                     readers = self._write(op, "library" if is_grown else "loop")
                 elif kinds != {"loop"}:
                     # What other kernels read from memory, loops compute again, of one large value.
@@ -143,6 +153,22 @@ class CpuCost(Operations):
             self._read_operands(op, readers)
         for n in (self._readers.keys() | self._parts.keys()) - makers.keys():
             self._read(n)
+
+    def _is_repeated(self, op: Operation, grown: set[int]) -> bool:
+        """Whether kernels that read a view of a result have it computed for themselves."""
+        groups, name = self._groups[op.results[0]], op.eqn.primitive.name
+        if op.kind not in ("loop", "pointwise") or op.results[0] in grown:
+            return False
+        is_read_once = len(groups) == 1 and -1 not in groups
+        return not is_read_once and (name in MOVES or not _is_expensive(op.eqn))
+
+    def _update(self, op: Operation, readers: frozenset[int]) -> None:
+        """Counts an update in place; an argument of the program is copied first."""
+        array, update = op.operands[0], op.operands[-1 if op.eqn.primitive.name == "scatter" else 1]
+        is_argument = array not in self.makers
+        self.sums[1] += self.sizes[update] + 2 * is_argument * self.sizes[array]
+        self._readers[update] |= self._new_kernel("loop")
+        self._readers[array] |= readers | {_MEMORY}
 
     def _is_of_one(self, op: Operation) -> bool:
         """Whether at most one operand has as many elements as the result, broadcasts aside."""
@@ -163,23 +189,10 @@ class CpuCost(Operations):
             if not is_whole:
                 self._parts[operands[0]].append((readers - {_MEMORY}, result))
                 operands = operands[1:]
-        self._place(op, name)
-        if name == "gather" and _is_checked(op.eqn):
+        if name == "gather" and len(op.operands) > 1 and _is_checked(op.eqn):
             self._readers[op.operands[1]] |= self._new_kernel("loop")
         for n in operands:
             self._readers[n] |= readers
-
-    def _place(self, op: Operation, name: str) -> None:
-        """Records at which places an operation reads its operands."""
-        places, result = self._places, op.results[0]
-        place = _SAME_PLACE if result in self._written else places[result] or _SAME_PLACE
-        if op.kind == "broadcast":
-            place = _SEVERAL
-        elif op.kind != "view" and (name in MOVES or name in PARTS) and place == _SAME_PLACE:
-            place = _MOVED
-        for n in op.operands:
-            is_first = not places[n] or places[n] == place == _SAME_PLACE
-            places[n] = place if is_first else _SEVERAL
 
     def _is_reshaped(self, n: int) -> bool:
         """Whether a value is one of another shape in memory; XLA counts a slice of it as all."""
@@ -187,7 +200,7 @@ class CpuCost(Operations):
         if op and op.kind == "product":
             _, (batch, _) = op.eqn.params["dimension_numbers"]
             return not batch and len(cast("Any", op.eqn.outvars[0].aval).shape) > 2
-        return False
+        return op is not None and (op.kind == "view" or op.eqn.primitive.name in LOOKUPS)
 
     def _table(self, n: int) -> Any:
         """Returns the bytes of a table; of looked-up rows that a lookup reads, their table's."""
@@ -198,27 +211,12 @@ class CpuCost(Operations):
             op = self.makers.get(n)
         return size
 
-    def _read_product(self, op: Operation, readers: frozenset[int]) -> None:
-        """Records that a product reads operands, which are copied if batch axes are not first."""
-        result = cast("Any", op.eqn.outvars[0].aval)
-        if op.kind == "alone" and result.dtype.itemsize == 2:
-            # Operands and result are in float32; a loop of its own casts the result.
-            sizes = [self.sizes[n] for n in (*op.operands, *2 * op.results)]
-            self.sums[1] += 2 * sum(sizes)
-        for n in op.operands:
-            if n in op.copied:
-                self.sums[1] += 2 * self.sizes[n]
-                self._readers[n] |= self._new_kernel("loop")
-            else:
-                self._readers[n] |= readers
-
     def _called(self, op: Operation) -> bool:
         """Counts an equation that holds programs; returns whether it is one."""
         eqn = op.eqn
         if eqn.params.get("name") in RARE:
             return True
-        flops, *rest = sums_of_calls(eqn, self.known, self._inner)
-        for n, amount in enumerate((flops * op.counts, *rest)):
+        for n, amount in enumerate(sums_of_calls(eqn, self.known, self._inner)):
             self.sums[n] += amount
         inner = inner_programs(eqn)
         for n in op.operands if inner else ():
@@ -236,7 +234,6 @@ class CpuCost(Operations):
         self.sums[2] += 1
         for n in op.results:
             self._read(n)
-        self._written |= {*op.results}
         return self._new_kernel(kind)
 
     def _new_kernel(self, kind: str) -> frozenset[int]:
@@ -258,6 +255,12 @@ def _is_checked(gather: core.JaxprEqn) -> bool:
     return fills and positions.shape[-1] > 1
 
 
+def _is_cast(op: Operation) -> bool:
+    """Whether an operation casts 16 bits to float32."""
+    is_cast = op.eqn.primitive.name == "convert_element_type"
+    return is_cast and cast("Any", op.eqn.invars[0].aval).dtype in HALF
+
+
 def _is_expensive(eqn: core.JaxprEqn) -> bool:
     name, aval = eqn.primitive.name, cast("Any", eqn.outvars[0].aval)
-    return name in _EXPENSIVE or name in _ROUNDED and aval.dtype in _HALF
+    return name in _EXPENSIVE or name in _ROUNDED and aval.dtype in HALF

@@ -5,7 +5,6 @@ concatenation reduces its parts, and equal numbers are broadcast once.
 """
 
 import math
-from collections.abc import Sequence
 from typing import Any, NamedTuple, cast
 
 import jax.numpy as jnp
@@ -14,13 +13,15 @@ from jax.extend import core
 from ikbo_jax.rewrite.report.products import (
     ALONE,
     INLINED,
+    LOOKUPS,
     RARE,
     REDUCTIONS,
     SAME,
     bytes_of,
-    cost_of_op,
+    flops_of_product,
 )
 from ikbo_jax.rewrite.values import lineage
+from ikbo_jax.rewrite.values.hoisting import PRODUCTS
 from ikbo_jax.rewrite.values.jaxprs import inner_programs
 
 #: Calls that XLA inlines, also those that it may divide over devices.
@@ -36,6 +37,7 @@ _POINTWISE = frozenset(
     """.split()  # noqa: SIM905  A table of words reads better.
 )
 _WIDE = frozenset(map(jnp.dtype, ("float32", "float64")))
+HALF = frozenset(map(jnp.dtype, ("bfloat16", "float16")))
 _FLOATS = _WIDE | {jnp.dtype("bfloat16")}
 _ELEMENTS = 4096
 #: Concatenations are written from this width along the last axis on, and of more parts than this.
@@ -43,67 +45,58 @@ _FUSED_WIDTH, _FUSED_PARTS = 128, 8
 
 
 class Operation(NamedTuple):
-    """Holds an equation, its operands and results by number, and how XLA computes it.
-
-    Attributes:
-      counts: whether its FLOPs count, and not the useful ones of the library's op it is part of.
-      copied: the operands of a product that XLA transposes into a copy.
-    """
+    """Holds an equation, its operands and results by number, and how XLA computes it."""
 
     eqn: core.JaxprEqn
     kind: str
     operands: list[int]
     results: list[int]
-    counts: bool
-    copied: Sequence[int] = ()
 
 
 class Operations:
     """Lists the operations of a program, whose values have numbers.
 
     Attributes:
+      flops: of products.
       listed: the operations, in program order.
       sizes: bytes of every value.
       makers: the operation that computes each value.
-      useful_flops: of the calls of this library's ops.
       results: the program's results.
     """
 
     def __init__(self, program: Any, known: dict[Any, Any]) -> None:
         self.known = known
+        self.flops: Any = 0
         self.listed: list[Operation] = []
         self.sizes: list[Any] = []
         self.makers: dict[int, Operation] = {}
-        self.useful_flops: Any = 0
         # Broadcasts of numbers, by number and shape.
         self._scalars: dict[Any, int] = {}
         # The equations of `_MERGED` by operands, with their results.
         self._equal: dict[Any, tuple[core.JaxprEqn, list[int]]] = {}
-        # Concatenations in the shape of a matrix, by their numbers.
+        # Values in the shape of a matrix, by their numbers.
         self._matrices: dict[int, int] = {}
-        self.results = self._flatten(program, {}, counts=True)
+        # Copies of products' operands, by their numbers and by how many times the bytes they have.
+        self._copies: dict[tuple[int, int], int] = {}
+        self.results = self._flatten(program, {})
 
     def _number(self, v: Any) -> int:
         is_array = type(v) is not core.Literal and hasattr(v.aval, "shape")
         self.sizes.append(bytes_of(v.aval.shape, v.aval.dtype) if is_array else 0)
         return len(self.sizes) - 1
 
-    def _flatten(self, program: Any, numbers: dict[Any, int], *, counts: bool) -> list[int]:
+    def _flatten(self, program: Any, numbers: dict[Any, int]) -> list[int]:
         """Lists the operations of a program, of the calls that XLA inlines, and of ops in XLA."""
         literal, makers = core.Literal, self.makers
         for eqn in program.eqns:
             name, params = eqn.primitive.name, eqn.params
             operands = [self._operand(v, numbers) for v in eqn.invars if type(v) is not literal]
-            if name in _INLINED and params.get("name") not in RARE:
-                useful = cost_of_op(eqn, self.known)
-                self.useful_flops += useful[0] if useful else 0
+            # XLA inlines a loop of one step, too: sizes of its operands are those of the step's.
+            is_inlined = name in _INLINED or name == "scan" and params["length"] == 1
+            if is_inlined and params.get("name") not in RARE:
                 inner = inner_programs(eqn)[0]
                 given = [self._operand(v, numbers) for v in eqn.invars]
-                found = self._flatten(
-                    inner,
-                    dict(zip(inner.invars, given, strict=True)),
-                    counts=counts and useful is None,
-                )
+                found = self._flatten(inner, dict(zip(inner.invars, given, strict=True)))
                 numbers.update(zip(eqn.outvars, found, strict=True))
                 continue
             if params.get("name") in RARE:
@@ -111,10 +104,7 @@ class Operations:
             if name == "ikbo_plan":
                 numbers.update(zip(eqn.outvars, operands, strict=False))
                 continue
-            copied: Sequence[int] = ()
-            if name == "dot_general":
-                operands, copied = self._read_by_product(eqn, operands)
-            elif operands and (name in ("slice", "transpose") or name in REDUCTIONS):
+            if operands and (name in ("slice", "transpose") or name in REDUCTIONS):
                 maker = makers.get(operands[0])
                 if maker and name == "transpose" and _is_undone(maker.eqn, eqn):
                     numbers[eqn.outvars[0]] = maker.operands[0]
@@ -138,13 +128,17 @@ class Operations:
             if name in _MERGED:
                 self._equal[key] = eqn, results
             kind = self._kind(eqn, name)
+            self.flops += flops_of_product(eqn)
+            if name in PRODUCTS:
+                self._add_product(eqn, kind, operands, results)
+                continue
             if kind == "pointwise" and len(operands) < len(eqn.invars):
                 operands += self._broadcast_numbers(eqn)
             if name == "split":
                 for v, n in zip(eqn.outvars, results, strict=True):
-                    self._add(Operation(eqn.replace(outvars=[v]), kind, operands, [n], counts))
+                    self._add(Operation(eqn.replace(outvars=[v]), kind, operands, [n]))
                 continue
-            self._add(Operation(eqn, kind, operands, results, counts, copied))
+            self._add(Operation(eqn, kind, operands, results))
         return [self._operand(v, numbers) for v in program.outvars]
 
     def _operand(self, v: Any, numbers: dict[Any, int]) -> int:
@@ -155,39 +149,60 @@ class Operations:
             return number
         return numbers[v]
 
-    def _read_by_product(
-        self, eqn: core.JaxprEqn, operands: list[int]
-    ) -> tuple[list[int], list[int]]:
-        """Returns a product's operands, and those that XLA transposes into a copy.
+    def _add_product(
+        self, eqn: core.JaxprEqn, kind: str, operands: list[int], results: list[int]
+    ) -> None:
+        """Adds a product, and the loops that bring its operands and result into another form.
 
-        Concatenations have the shape of a matrix there, by a view.
+        A library's products read batch axes first, and rows that are not repeated. The others are
+        in float32.
         """
-        numbers = iter(operands)
-        found: list[int] = []
-        copied: list[int] = []
-        for v, contracted, batch in zip(eqn.invars, *eqn.params["dimension_numbers"], strict=True):
+        avals: list[Any] = [v.aval for v in eqn.invars]
+        axes: Any = [((), range(x.ndim)) for x in avals]
+        if eqn.primitive.name == "dot_general":
+            axes = list(zip(*eqn.params["dimension_numbers"], strict=True))
+        numbers, read = iter(operands), []
+        for v, aval, (contracted, batch) in zip(eqn.invars, avals, axes, strict=True):
             if type(v) is core.Literal:
                 continue
-            n, shape = next(numbers), cast("Any", v.aval).shape
-            wide = [d for d, size in enumerate(shape) if size != 1]
+            n = next(numbers)
+            maker = self.makers.get(n)
+            wide = [d for d, size in enumerate(aval.shape) if size != 1]
             free = [d for d in wide if d not in contracted and d not in batch]
             fixed = [d for d in batch if d in wide]
             summed = [d for d in contracted if d in wide]
-            if wide not in ([*fixed, *free, *summed], [*fixed, *summed, *free]):
-                copied.append(n)
-            elif len(free) > 1 and not batch and n in self.makers:
-                n = self._matrix(n, v, self.makers[n])
-            found.append(n)
-        return found, copied
+            is_row = maker and maker.kind == "broadcast" and maker.eqn.primitive.name in LOOKUPS
+            if kind == "alone" and aval.dtype in HALF:
+                n = self._copied(eqn, n, 2)
+            elif is_row or wide not in ([*fixed, *free, *summed], [*fixed, *summed, *free]):
+                n = self._copied(eqn, n, 1)
+            elif len(free) > 1 and not batch and maker:
+                n = self._matrix(n, v, maker)
+            read.append(n)
+        if kind == "alone" and cast("Any", eqn.outvars[0].aval).dtype in HALF:
+            self.sizes.append(2 * self.sizes[results[0]])
+            written = [len(self.sizes) - 1]
+            self._add(Operation(eqn, kind, read, written))
+            self._add(Operation(eqn, "loop", written, results))
+        else:
+            self._add(Operation(eqn, kind, read, results))
+
+    def _copied(self, eqn: core.JaxprEqn, n: int, times: int) -> int:
+        """Adds a loop that copies an operand of a product, into so many times its bytes."""
+        if (n, times) not in self._copies or times == 1:
+            self.sizes.append(times * self.sizes[n])
+            self._copies[n, times] = len(self.sizes) - 1
+            self._add(Operation(eqn, "loop", [n], [self._copies[n, times]]))
+        return self._copies[n, times]
 
     def _matrix(self, n: int, v: Any, maker: Operation) -> int:
-        """Returns a value that a product reads, as a matrix if it is a concatenation."""
-        if maker.kind != "loop" or maker.eqn.primitive.name != "concatenate":
+        """Returns a value that a product reads, as a matrix if a loop may compute it."""
+        if maker.kind not in ("loop", "pointwise"):
             return n
         if n not in self._matrices:
             self._matrices[n] = self._number(v)
             view = maker._replace(kind="view", operands=[n], results=[self._matrices[n]])
-            self._add(view._replace(counts=False))
+            self._add(view)
         return self._matrices[n]
 
     def _add(self, op: Operation) -> None:
@@ -203,22 +218,36 @@ class Operations:
                 key = float(v.val), result.aval
                 if key not in self._scalars:
                     self._scalars[key] = self._number(result)
-                    self._add(Operation(eqn, "broadcast", [], [self._scalars[key]], counts=False))
+                    self._add(Operation(eqn, "broadcast", [], [self._scalars[key]]))
                 found.append(self._scalars[key])
         return found
 
     def _kind(self, eqn: core.JaxprEqn, name: str) -> str:
-        if name in _VIEWS or name == "broadcast_in_dim":
+        if name in _VIEWS or name == "broadcast_in_dim" or _is_of_one_row(eqn, name):
             return "view" if name in _VIEWS else "broadcast"
         if name == "dot_general":
             return _kind_of_product(eqn)
         if name in REDUCTIONS:
             return "reduction" if _library_reduces(eqn, name) else "loop"
+        # A scatter of one slice is an update in place, too.
+        is_slice = name == "scatter" and math.prod(cast("Any", eqn.invars[1].aval).shape[:-1]) == 1
+        if name == "dynamic_update_slice" or is_slice:
+            return "update"
         if name in ALONE or name == "concatenate" and _is_written(eqn):
             return "alone"
         if inner_programs(eqn):
             return "call"
         return "pointwise" if name in _POINTWISE and _is_in_library(eqn) else "loop"
+
+
+def _is_of_one_row(eqn: core.JaxprEqn, name: str) -> bool:
+    """Whether a lookup repeats the only row of a table; XLA makes a broadcast of it."""
+    if name not in LOOKUPS:
+        return False
+    table, result = (cast("Any", v.aval) for v in (eqn.invars[0], eqn.outvars[0]))
+    if name == "gather":
+        return math.prod(table.shape) == math.prod(eqn.params["slice_sizes"])
+    return table.shape[eqn.params["how"].axis] == 1
 
 
 def _is_undone(transpose: core.JaxprEqn, eqn: core.JaxprEqn) -> bool:
@@ -230,12 +259,11 @@ def _is_undone(transpose: core.JaxprEqn, eqn: core.JaxprEqn) -> bool:
 
 
 def _sliced(maker: Operation, eqn: core.JaxprEqn) -> list[int]:
-    """Returns the part of a concatenation that holds a slice with a stride, or [].
+    """Returns the part of a concatenation that holds a slice, or [].
 
-    XLA slices the part then, as in each loop of a scan over [history, candidate]. Without strides
-    it does, too, but the estimate of DLRM, which slices pairs, would be further from XLA's count.
+    XLA slices the part then, as in each loop of a scan over [history, candidate].
     """
-    is_joined = maker.eqn.primitive.name == "concatenate" and eqn.params["strides"]
+    is_joined = maker.eqn.primitive.name == "concatenate"
     if not is_joined or len(maker.operands) < len(maker.eqn.invars):
         return []
     along, stop = maker.eqn.params["dimension"], 0
@@ -250,7 +278,7 @@ def _sliced(maker: Operation, eqn: core.JaxprEqn) -> list[int]:
 def _kind_of_product(eqn: core.JaxprEqn) -> str:
     (contracted, others), (batch, _) = eqn.params["dimension_numbers"]
     lhs, rhs = (v.aval for v in eqn.invars)
-    if not contracted:
+    if math.prod([lhs.shape[d] for d in contracted]) == 1:  # type: ignore[attr-defined]
         return "pointwise" if _is_in_library(eqn) else "loop"
     within = math.prod([lhs.shape[d] for d in (*contracted, *batch)])  # type: ignore[attr-defined]
     fixed = (*contracted, *batch), (*others, *eqn.params["dimension_numbers"][1][1])

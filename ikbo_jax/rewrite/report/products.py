@@ -48,8 +48,9 @@ REDUCTIONS = frozenset(
 _WHOLE = frozenset(
     """
     conv_general_dilated cumlogsumexp cummax cummin cumprod cumsum dot_general
-    dynamic_update_slice ragged_dot ragged_dot_general reduce_window scatter scatter-add
-    scatter_add scatter_max scatter_min scatter_mul sort top_k
+    dynamic_update_slice ragged_dot ragged_dot_general reduce_window reduce_window_max
+    reduce_window_min reduce_window_sum scatter scatter-add scatter_add scatter_max scatter_min
+    scatter_mul sort top_k
     """.split()  # noqa: SIM905
 )
 ALONE = _WHOLE | CUDNN.keys()

@@ -13,6 +13,9 @@ from typing import Any
 from ikbo_jax.rewrite.report.cost import Cost
 from ikbo_jax.rewrite.values import lineage
 
+#: The estimate's precision, as a share of the original; a smaller difference has no sign. Of 1,206
+#: programs on a CPU, the bytes saved are XLA's within 1 % for half, within 5 % for three quarters.
+PRECISION = 0.05
 #: The line of an equation whose line in the model is unknown.
 UNKNOWN = "unknown line"
 
@@ -104,18 +107,20 @@ class BothCosts:
         return self.original.nbytes - self.rewritten.nbytes
 
     def __str__(self) -> str:
-        """Says what is saved, of how much; or that more bytes are moved than before."""
-        text = _saved(self.flops_saved, self.original.flops, "FLOP")
-        if lineage.is_at_least(self.bytes_saved, 0):
-            return f"{text}, {_saved(self.bytes_saved, self.original.nbytes, 'B')}"
-        moved = (f"{count(x.nbytes)}B" for x in (self.rewritten, self.original))
-        return f"{text}, but moves {' instead of '.join(moved)}"
-
-
-def _saved(amount: int, whole: int, unit: str) -> str:
-    if amount == whole:
-        return f"all {count(whole)}{unit}" if whole else f"0 {unit}"
-    return f"{count(amount)}{unit} of {count(whole)}{unit}"
+        """Says what is saved, of how much, what stays about the same, and what grows."""
+        saved, others = [], []
+        units = ("FLOP", "computes", "FLOPs"), ("B", "moves", "bytes")
+        pairs = zip(self.original, self.rewritten, strict=True)
+        for (unit, verb, name), (before, after) in zip(units, pairs, strict=False):
+            whole, amount = f"{count(before)}{unit}", before - after
+            if isinstance(amount, int) and abs(amount) < PRECISION * before:
+                others.append(f"{verb} about as many {name} ({whole})")
+            elif not lineage.is_at_least(amount, 0):
+                others.append(f"{verb} {count(after)}{unit} instead of {whole}")
+            elif before:
+                saved.append(f"all {whole}" if not after else f"{count(amount)}{unit} of {whole}")
+        texts = [f"saves {', '.join(saved)}"] if saved else []
+        return ", but ".join([*texts, " and ".join(others)] if others else texts)
 
 
 def count(number: int) -> str:
@@ -196,7 +201,7 @@ class RewriteReport:
             found = f"{count} broadcast{'s' * (count != 1)} found"
             if not self.changed:
                 return found + ("" if self.reason else ", nothing gained")
-            return f"{found}; saves {self.costs}"
+            return f"{found}; {self.costs}"
         if self.lookups:
             return f"{len(self.lookups)} lookup{'s' * (len(self.lookups) != 1)} found, none removed"
         return (
