@@ -128,14 +128,12 @@ def _by_xla(fn: Callable[..., Any], call: Any, arrays: list[Any]) -> str:
 
 
 def _original(fn: Any) -> Any:
-    """Returns the function that `rewrite` was called on; None for other functions."""
-    # `jax.jit` copies the attribute to the function that it returns.
-    found = None
-    while fn is not None:
-        inner = getattr(fn, "__wrapped__", None)
-        found = inner if getattr(fn, "_ikbo_rewritten", False) else found
-        fn = inner
-    return found
+    """Returns the function that `rewrite` was called on, also under `jax.jit`; None for others."""
+    while hasattr(fn, "lower"):
+        fn = getattr(fn, "__wrapped__", None)
+    # Wrappers that compute something else, such as `jax.grad`'s, copy the attribute.
+    is_rewritten = fn is not None and getattr(fn, "_ikbo_rewritten", None) is fn
+    return fn.__wrapped__ if is_rewritten else None
 
 
 def _counted_by_xla(call: Any, arrays: list[Any]) -> str:

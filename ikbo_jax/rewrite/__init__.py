@@ -91,7 +91,7 @@ def rewrite[**P, R](fn: Callable[P, R]) -> Callable[P, R]:
         out_treedef, arrays_out, statics = result_structure
         return jax.tree.unflatten(out_treedef, _merge(arrays_out, results, statics))
 
-    rewritten._ikbo_rewritten = True  # type: ignore[attr-defined]
+    rewritten._ikbo_rewritten = rewritten  # type: ignore[attr-defined]
     return jitted_function.WithMethods(rewritten) if hasattr(fn, "lower") else rewritten
 
 

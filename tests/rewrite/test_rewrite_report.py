@@ -331,6 +331,8 @@ def test_explain_compiles_both_programs_and_shows_what_xla_counts() -> None:
     assert ours < original / 10
     assert found.notes[0].flops_saved > 0
     assert "XLA counts" not in str(ikbo.explain(ikbo.rewrite(fn), *args))
+    gradient = jax.grad(ikbo.rewrite(lambda *args: fn(*args).sum()))
+    assert "original" not in str(ikbo.explain(gradient, *args, compile=True))
 
 
 def _of_xla(found) -> list[str]:
