@@ -85,19 +85,3 @@ def test_what_is_said_to_be_saved_is_what_xla_counts(fn, candidates, users, shap
 def test_what_a_layout_saves_is_what_xla_counts(name) -> None:
     layout = LAYOUTS[name]
     check_saved_is_xlas(layout.fn, layout.args(), 0.05)
-
-
-def test_a_loop_reads_what_it_pads_from_memory() -> None:
-    """As in a linear recurrent unit, whose scan reads padded values at several places."""
-
-    def fn(history, cand, decay, index):
-        def step(x, y):
-            return x[0] * y[0], y[0] * x[1] + y[1]
-
-        rows = history[index]
-        decays = jnp.broadcast_to(decay, rows.shape)
-        states = lax.associative_scan(step, (decays, rows), axis=1)[1]
-        return jnp.einsum("bsd,bd->bs", jnp.tanh(states), cand)
-
-    args = jnp.ones((16, 64, 32)), jnp.ones((512, 32)), jnp.full((1, 1, 32), 0.9)
-    check_saved_is_xlas(fn, (*args, jnp.arange(512) % 16), 0.04)
