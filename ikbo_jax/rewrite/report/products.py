@@ -129,10 +129,10 @@ def cost_of_op(eqn: core.JaxprEqn, known: dict[int, Any]) -> tuple[int, int] | N
     # Layers share the program of an op.
     key = -id(eqn.params["jaxpr"])
     if key not in known:
-        plan = op_plan(eqn)
-        by_parts = plan is not None and plan.op in ("attention", "gdpa")
-        is_kernel = not by_parts or plan.implementation == "mosaic_gpu"
-        known[key] = plan and (_useful_flops(plan.problem), 1 if is_kernel else _XLA_KERNELS)
+        known[key] = plan = op_plan(eqn)
+        if plan is not None:
+            groups = plan.op in ("attention", "gdpa") and plan.implementation == "xla"
+            known[key] = _useful_flops(plan.problem), _XLA_KERNELS if groups else 1
     return known[key]
 
 
