@@ -132,8 +132,7 @@ def _original(fn: Any) -> Any:
     while hasattr(fn, "lower"):
         fn = getattr(fn, "__wrapped__", None)
     # Wrappers that compute something else, such as `jax.grad`'s, copy the attribute.
-    is_rewritten = fn is not None and getattr(fn, "_ikbo_rewritten", None) is fn
-    return fn.__wrapped__ if is_rewritten else None
+    return fn.__wrapped__ if getattr(fn, "_ikbo_rewritten", None) == id(fn) else None
 
 
 def _counted_by_xla(call: Any, arrays: list[Any]) -> str:

@@ -91,7 +91,8 @@ def rewrite[**P, R](fn: Callable[P, R]) -> Callable[P, R]:
         out_treedef, arrays_out, statics = result_structure
         return jax.tree.unflatten(out_treedef, _merge(arrays_out, results, statics))
 
-    rewritten._ikbo_rewritten = rewritten  # type: ignore[attr-defined]
+    # Wrappers copy the attribute. The function itself would be a cycle, which keeps arrays alive.
+    rewritten._ikbo_rewritten = id(rewritten)  # type: ignore[attr-defined]
     return jitted_function.WithMethods(rewritten) if hasattr(fn, "lower") else rewritten
 
 

@@ -271,9 +271,14 @@ class BatchScorer:
         found, most = len(leaves[0]), self.buckets.candidates[-1]
         if found > most:
             raise BadRequestError(f"a request has {found} candidates, at most {most} are possible")
-        if features is not None and not callable(features):
-            kind = type(features).__name__
-            raise BadRequestError(f"features is of {kind}, expected a function that returns them")
+        if features is not None:
+            # `callable` would be one more call for each request.
+            try:
+                features.__call__  # type: ignore[operator]  # noqa: B018
+            except AttributeError:
+                kind = type(features).__name__
+                message = f"features is of {kind}, expected a function that returns them"
+                raise BadRequestError(message) from None
         return Checked(key, found, leaves, features)
 
     def rank(self, requests: Sequence[Request]) -> list[Answer | Exception]:
