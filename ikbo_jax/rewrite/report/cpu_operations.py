@@ -76,8 +76,8 @@ class Operations:
         self._equal: dict[Any, tuple[core.JaxprEqn, list[int]]] = {}
         # Values in the shape of a matrix, by their numbers.
         self._matrices: dict[int, int] = {}
-        # Copies of products' operands, by their numbers and by how many times the bytes they have.
-        self._copies: dict[tuple[int, int], int] = {}
+        # Products' operands in float32, by their numbers in 16 bits.
+        self._casts: dict[int, int] = {}
         self.results = self._flatten(program, {})
 
     def _number(self, v: Any) -> int:
@@ -173,9 +173,11 @@ class Operations:
             summed = [d for d in contracted if d in wide]
             is_row = maker and maker.kind == "broadcast" and maker.eqn.primitive.name in LOOKUPS
             if kind == "alone" and aval.dtype in HALF:
-                n = self._copied(eqn, n, 2)
+                if n not in self._casts:
+                    self._casts[n] = self._copied(eqn, n, 2)
+                n = self._casts[n]
             elif is_row or wide not in ([*fixed, *free, *summed], [*fixed, *summed, *free]):
-                n = self._copied(eqn, n, 1)
+                n = self._copied(eqn, n)
             elif len(free) > 1 and not batch and maker:
                 n = self._matrix(n, v, maker)
             read.append(n)
@@ -187,13 +189,12 @@ class Operations:
         else:
             self._add(Operation(eqn, kind, read, results))
 
-    def _copied(self, eqn: core.JaxprEqn, n: int, times: int) -> int:
+    def _copied(self, eqn: core.JaxprEqn, n: int, times: int = 1) -> int:
         """Adds a loop that copies an operand of a product, into so many times its bytes."""
-        if (n, times) not in self._copies or times == 1:
-            self.sizes.append(times * self.sizes[n])
-            self._copies[n, times] = len(self.sizes) - 1
-            self._add(Operation(eqn, "loop", [n], [self._copies[n, times]]))
-        return self._copies[n, times]
+        self.sizes.append(times * self.sizes[n])
+        copy = len(self.sizes) - 1
+        self._add(Operation(eqn, "loop", [n], [copy]))
+        return copy
 
     def _matrix(self, n: int, v: Any, maker: Operation) -> int:
         """Returns a value that a product reads, as a matrix if a loop may compute it."""
@@ -201,8 +202,7 @@ class Operations:
             return n
         if n not in self._matrices:
             self._matrices[n] = self._number(v)
-            view = maker._replace(kind="view", operands=[n], results=[self._matrices[n]])
-            self._add(view)
+            self._add(maker._replace(kind="view", operands=[n], results=[self._matrices[n]]))
         return self._matrices[n]
 
     def _add(self, op: Operation) -> None:
