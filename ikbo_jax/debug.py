@@ -6,13 +6,14 @@ traced values they take effect under `jax.experimental.checkify`: compiled code 
 raise.
 """
 
-import operator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import checkify
+
+from ikbo_jax.integers import integer
 
 
 def check_index(
@@ -110,14 +111,8 @@ def _check_targets(name: str, lengths: Any, num_targets: Any) -> None:
 
 def _check_size(name: str, value: Any) -> None:
     """Raises ValueError unless `value` is an integer of at least 0, or symbolic."""
-    if jax.export.is_symbolic_dim(value):
-        return
-    try:
-        size = -1 if isinstance(value, bool) else operator.index(value)
-    except TypeError:
-        size = -1
-    if size < 0:
-        raise ValueError(f"{name} must be an integer of at least 0, but is {value!r:.80}")
+    if not jax.export.is_symbolic_dim(value):
+        integer(name, value)
 
 
 def _check_range(name: str, values: Any, largest: int, interval: str, plural: str) -> None:

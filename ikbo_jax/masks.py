@@ -13,7 +13,6 @@ result 0, and its gradients are 0.
 import abc
 import dataclasses
 import json
-import operator
 from typing import Any, NamedTuple
 
 import jax
@@ -21,6 +20,7 @@ import jax.export
 import jax.numpy as jnp
 import numpy as np
 
+from ikbo_jax.integers import integer
 from ikbo_jax.reference import hstu as hstu_rule
 
 #: Larger numbers than any length have the same effect, but sums with them would leave int32.
@@ -241,16 +241,7 @@ def _int32(name: str, array: Any) -> Any:
 
 
 def _number(name: str, value: Any, least: int = 0) -> int:
-    """Returns `value` as an int; raises ValueError unless it is an integer of at least `least`."""
-    try:
-        number = operator.index(value)
-    except TypeError as error:
-        raise ValueError(
-            f"{name} must be an integer known while tracing, but is {value!r:.80}"
-        ) from error
-    if isinstance(value, bool) or number < least:
-        raise ValueError(f"{name} must be an integer of at least {least}, but is {value!r:.80}")
-    return min(number, LARGEST)
+    return min(integer(name, value, least), LARGEST)
 
 
 def _flag(name: str, value: Any) -> bool:

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 
+from ikbo_jax.integers import integer
 from ikbo_jax.ops import arguments, dispatch
 from ikbo_jax.ops.explain import Explanation, explain, split
 from ikbo_jax.problems import PROBLEMS, Problem
@@ -192,7 +193,7 @@ def benchmark(
             )
     if arguments.finite_number("window_s", window_s) <= 0:
         raise ValueError(f"window_s must be above 0, but is {window_s}")
-    rounds = arguments.integer("rounds", rounds, 1)
+    rounds = integer("rounds", rounds, 1)
     arrays, merged = split(args)
 
     def jitted_call(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -8,6 +8,7 @@ import jax.export
 import jax.numpy as jnp
 
 from ikbo_jax import masks
+from ikbo_jax.integers import integer
 from ikbo_jax.layers import parameters
 from ikbo_jax.layers.functional import Parameters, cast, with_precision
 from ikbo_jax.ops import arguments, jagged_rows
@@ -120,7 +121,7 @@ def hstu_layer(
     if max_seqlen is None and output_scale is None:
         raise ValueError("HSTU needs max_seqlen or output_scale, but both are None")
     if max_seqlen is not None:
-        max_seqlen = arguments.integer("max_seqlen", max_seqlen)
+        max_seqlen = integer("max_seqlen", max_seqlen)
     if output_scale is None:
         output_scale = 1 / (max_seqlen or 1)
     names = check_recompute(recompute)

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from ikbo_jax.integers import integer
 from ikbo_jax.ops import arguments
 
 #: Axes of the parameters of the layers that attend; one letter has one size in all parameters.
@@ -118,7 +119,7 @@ def names_of_axes(axes: tuple[int | None, ...], of_matrix: Any) -> tuple[Any, ..
 def check_sizes(layer: str, **sizes: int | None) -> tuple[int, ...]:
     """Returns the sizes; raises ValueError, naming size and value, unless all are integers > 0."""
     named = sizes.items()
-    return tuple(arguments.integer(f"{name} of {layer}", size, least=1) for name, size in named)
+    return tuple(integer(f"{name} of {layer}", size, least=1) for name, size in named)
 
 
 def matrix(shape: tuple[int, ...], *, to_heads: bool) -> Spec:

@@ -1,7 +1,6 @@
 """Checks of arguments that the ops share; an error quotes both conflicting values."""
 
 import math
-import operator
 from collections.abc import Iterable
 from typing import Any
 
@@ -192,24 +191,6 @@ def describe(value: object) -> str:
 
 def _with_article(word: str) -> str:
     return f"{'an' if word[0] in 'AEIOUaeiou' else 'a'} {word}"
-
-
-def integer(name: str, value: Any, least: int = 0) -> int:
-    """Returns `value` as an int.
-
-    Raises ValueError, quoting the value, unless it is an integer of at least `least` that is known
-    while tracing. A bool is none.
-    """
-    try:
-        number = least - 1 if isinstance(value, bool) else operator.index(value)
-    except TypeError:
-        number = least - 1
-    if number < least:
-        raise ValueError(
-            f"{name} must be an integer of at least {least}, known while tracing, but is "
-            f"{value!r:.80}"
-        )
-    return number
 
 
 def finite_number(name: str, value: Any) -> float:

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from ikbo_jax import masks
+from ikbo_jax.integers import integer
 from ikbo_jax.ops import arguments, attention_arrays, gdpa_arguments
 from ikbo_jax.ops.attention import attention
 from ikbo_jax.ops.attention_arrays import Arrays
@@ -124,7 +125,7 @@ def _window(is_causal: bool, size: Any) -> tuple[int, int] | None:
         return (masks.LARGEST, 0) if is_causal else None
     sizes = size if isinstance(size, tuple) else (size, size)
     try:
-        left, right = (arguments.integer("local_window_size", x) for x in sizes)
+        left, right = (integer("local_window_size", x) for x in sizes)
     except ValueError:
         raise ValueError(
             "local_window_size must be an integer of at least 0, or a tuple of two, but is "

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from ikbo_jax.integers import integer
 from ikbo_jax.ops import arguments
 from ikbo_jax.ops.stacking import concatenate, stack
 from ikbo_jax.reference.activations import ACTIVATIONS, APPROXIMATIONS
@@ -141,7 +142,7 @@ def bound(name: str, value: int | None, rows: int) -> int | None:
     """
     if value is None:
         return None
-    return min(arguments.integer(name, value), rows if isinstance(rows, int) else 2**31 - 1)
+    return min(integer(name, value), rows if isinstance(rows, int) else 2**31 - 1)
 
 
 def folds_keys(settings: Settings, batched: Any) -> bool | None:

@@ -12,6 +12,7 @@ import jax
 import jax.export
 import jax.numpy as jnp
 
+from ikbo_jax.integers import integer
 from ikbo_jax.ops import arguments, dispatch
 from ikbo_jax.ops.linear_compression_backward import (
     GRADIENT,
@@ -278,7 +279,7 @@ def _check(terms: tuple[Term, ...], names: tuple[_Names, ...]) -> None:
         matrix = weight.rows if isinstance(weight, PaddedWeight) else weight
         arguments.check_array(name.weight, matrix, f"[M, {name.k}]")
         if isinstance(weight, PaddedWeight):
-            k = arguments.integer(f"k of {name.weight}", weight.k)
+            k = integer(f"k of {name.weight}", weight.k)
             if matrix.shape[1] < k:
                 raise ValueError(f"{name.weight} has K={k} but rows of shape {matrix.shape}")
         arguments.check_array(name.embedding, term.embedding, f"[{name.batch}, {name.k}, N]")

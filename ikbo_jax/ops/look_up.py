@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from ikbo_jax.integers import integer
 from ikbo_jax.ops import arguments, dispatch
 from ikbo_jax.ops.op import Call, Gradient, Named, Op, Part, Pulled
 from ikbo_jax.ops.partition import Division, dimensions
@@ -137,7 +138,7 @@ def _number_of_users(value: Any) -> Any:
     """Returns `value`; raises ValueError unless it is an int32 of at least 0, or symbolic."""
     if dispatch.is_symbolic(value):
         return value
-    if (number := arguments.integer("num_users", value)) >= 2**31:
+    if (number := integer("num_users", value)) >= 2**31:
         raise ValueError(f"num_users must be below 2**31, but is {number}")
     return number
 

@@ -2,10 +2,11 @@
 
 import contextlib
 import dataclasses
-import operator
 from collections.abc import Iterator
 
 import jax
+
+from ikbo_jax.integers import integer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,15 +71,7 @@ def _target(card: str, num_sms: int | None) -> Target:
     if not isinstance(card, str) or (num_sms is None and card not in CARDS):
         known = ", ".join(map(repr, CARDS))
         raise ValueError(f"unknown card {card!r:.80}; known: {known}; for others, set num_sms")
-    if num_sms is None:
-        return Target(card, CARDS[card])
-    try:
-        number = 0 if isinstance(num_sms, bool) else operator.index(num_sms)
-    except TypeError:
-        number = 0
-    if number < 1:
-        raise ValueError(f"num_sms must be an integer of at least 1, but is {num_sms!r:.80}")
-    return Target(card, number)
+    return Target(card, CARDS[card] if num_sms is None else integer("num_sms", num_sms, 1))
 
 
 def current() -> Target | None:

@@ -90,7 +90,7 @@ BAD_OPTIONS = {
         {"approx": "tanh", "activation": ("gelu", "relu", "gelu", "relu")},
         "approx='tanh' applies to gelu_tanh and silu, but activation is gelu, relu",
     ),
-    "max_q_negative": ({"max_seqlen_q": -1}, f"max_seqlen_q {NO_BOUND} -1"),
+    "max_q_negative": ({"max_seqlen_q": -1}, "an integer of at least 0, but is -1"),
     "max_kv_float": ({"max_seqlen_kv": 4.0}, f"max_seqlen_kv {NO_BOUND} 4.0"),
     "max_kv_bool": ({"max_seqlen_kv": True}, f"max_seqlen_kv {NO_BOUND} True"),
     "scales": (

@@ -153,7 +153,7 @@ def test_explain_says_why_no_kernel_runs() -> None:
     ("make", "message"),
     [
         (lambda: masks.causal(-1), "window must be an integer of at least 0, but is -1"),
-        (lambda: masks.causal(1.5), "window must be an integer known while tracing, but is 1.5"),
+        (lambda: masks.causal(1.5), "window must be an integer of at least 0, known while tracing"),
         (lambda: masks.hstu(full_tail=-2), "full_tail must be an integer of at least 0, but is -2"),
         (lambda: masks.hstu(target_group_size=0), "at least 1, but is 0"),
         (lambda: masks.hstu(contextual=-3), "contextual must be an integer of at least 0"),

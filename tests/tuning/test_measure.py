@@ -149,7 +149,7 @@ def test_benchmark_times_by_turns() -> None:
         ({"a": 3}, {}, "but fn is an int"),
         ({}, {}, "but fn is a dict"),
         (jnp.sin, {"window_s": 0}, "window_s must be above 0, but is 0"),
-        (jnp.sin, {"rounds": 0}, "rounds must be an integer of at least 1, known while tracing"),
+        (jnp.sin, {"rounds": 0}, "rounds must be an integer of at least 1, but is 0"),
         (jnp.sin, {"rounds": "3"}, "known while tracing, but is '3'"),
     ],
 )
