@@ -235,7 +235,7 @@ def _rewritten(original: _Original, inputs: list[Any]) -> tuple[Recorder, list[A
         if smaller is None:
             break
         tried, chosen, program = _interpreted(smaller, inputs)
-    values, differs = program, chosen.gradient_differs
+    values, differs = program, chosen.gradient_differs or chosen.gradient_is_as_written
     if program is None or chosen.refusal or not chosen.changed:
         if program is None or not _is_for_derivatives(program, chosen):
             return recorder, _as_written(original, inputs, recorder)
@@ -250,11 +250,12 @@ def _rewritten(original: _Original, inputs: list[Any]) -> tuple[Recorder, list[A
     if is_final and (program.effects or not explain.survey(program).marked):
         return chosen, call(program, inputs, "rewritten")
     # The traced program holds these functions, so they must not hold the tracers `inputs`.
-    exact = variants.Exact(
-        # A program with an op has its own derivative, but `checkify` must check the original.
-        functools.partial(tried.differentiated, program.in_avals) if differs else lambda: program,
-        functools.partial(tried.closed, program.in_avals),
-    )
+    written = functools.partial(tried.closed, program.in_avals)
+    derivative = functools.partial(tried.differentiated, program.in_avals)
+    if chosen.gradient_is_as_written:
+        derivative = written
+    # A program with an op has its own derivative, but `checkify` must check the original.
+    exact = variants.Exact(derivative if differs else lambda: program, written)
     return chosen, variants.bind(layered, exact, inputs)
 
 
@@ -300,6 +301,9 @@ def _interpreted(original: _Original, inputs: list[Any]) -> tuple[_Original, Rec
             recorder.programs = tuple(map(with_constants_last, (original.jaxpr, program)))
             before, after = cost.decisive_costs(*recorder.programs)
             recorder.refusal = cost.refusal(after, before)
+            recorder.gradient_is_as_written = not (
+                recorder.sums_are_narrow or program.effects
+            ) and cost.saves_lookups_alone(after, before)
     except unread.RowsAreRead:
         return _interpreted(dataclasses.replace(original, leaves_unread=False), inputs)
     except ImportError:

@@ -62,6 +62,8 @@ class Recorder:
         self.changed = False
         # Whether a rule took a form with another derivative than the original.
         self.gradient_differs = False
+        # Whether values of the rewritten program have the original's derivative.
+        self.gradient_is_as_written = False
         self.muted = muted
         # The original and the rewritten program, without constants, which may be tracers.
         self.programs: tuple[Any, ...] = ()
