@@ -39,7 +39,7 @@ def dot_general(ctx: Context, eqn: Any, lhs: Any, rhs: Any) -> Any:
         if found is not None:
             return found
     if all(isinstance(x, Concat) and _is_looked_up(x) for x in (lhs, rhs)):
-        raise NotCovered("product of two concatenations")
+        return _of_concats(ctx, eqn, lhs, rhs)
     if isinstance(lhs, Concat) or isinstance(rhs, Concat):
         return _of_concat(ctx, eqn, lhs, rhs)
     _, batch = eqn.params["dimension_numbers"]
@@ -50,6 +50,17 @@ def dot_general(ctx: Context, eqn: Any, lhs: Any, rhs: Any) -> Any:
         ctx, eqn, lhs, rhs, lambda scope: scope.build(product(scope, eqn, lhs, rhs))
     )
     return product(ctx, eqn, lhs, rhs) if scores is None else scores
+
+
+def _of_concats(ctx: Context, eqn: Any, lhs: Concat, rhs: Concat) -> Any:
+    """Multiplies two concatenations part by part: along a batch axis, or a summed one."""
+    contract, batch = (list(zip(*dims, strict=True)) for dims in dims_of(eqn))
+    axes, pairs = (lhs.axis, rhs.axis), list(zip(lhs.parts, rhs.parts, strict=False))
+    if lhs.sizes != rhs.sizes or axes not in (*contract, *batch):
+        raise NotCovered("product of two concatenations")
+    if axes in contract:
+        return _sum_of_products(ctx, eqn, True, pairs)
+    return concat([product(ctx, eqn, *pair) for pair in pairs], batch.index(axes))
 
 
 def _is_looked_up(x: Concat) -> bool:
@@ -120,13 +131,11 @@ def product(
 
 def _of_concat(ctx: Context, eqn: Any, lhs: Any, rhs: Any) -> Any:
     """Multiplies with a concatenation, part by part."""
-    (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dims_of(eqn)
     left = isinstance(lhs, Concat) and not (isinstance(rhs, Concat) and _is_looked_up(rhs))
     whole, other = (lhs, rhs) if left else (rhs, lhs)
-    contract, other_contract = (
-        (lhs_contract, rhs_contract) if left else (rhs_contract, lhs_contract)
+    (contract, other_contract), (batch, other_batch) = (
+        dims if left else dims[::-1] for dims in dims_of(eqn)
     )
-    batch, other_batch = (lhs_batch, rhs_batch) if left else (rhs_batch, lhs_batch)
 
     def multiplied(x: Any, y: Any) -> Any:
         return product(ctx, eqn, *((x, y) if left else (y, x)))
@@ -283,10 +292,10 @@ def _compress(
     ctx: Context, eqn: Any, left: bool, whole: Concat, weight: Any, groups: list[tuple[Any, Any]]
 ) -> Any:
     """Computes [M, K] · concat([B, K_user, N], [B, K_cand, N]) by an op; None if it is another."""
-    (lhs_contract, rhs_contract), (lhs_batch, _) = dims_of(eqn)
-    contract = lhs_contract if left else rhs_contract
-    (weight_contract, *_) = rhs_contract if left else lhs_contract
-    if not lineage.is_plain(weight) or lhs_batch or contract != [1] or whole.axis != 1:
+    (contract, (weight_contract, *_)), (batch, _) = (
+        dims if left else dims[::-1] for dims in dims_of(eqn)
+    )
+    if not lineage.is_plain(weight) or batch or contract != [1] or whole.axis != 1:
         return None
     if len(whole.shape) != 3 or np.ndim(weight) != 2:
         return None

@@ -83,7 +83,8 @@ def pad(ctx: Context, eqn: Any, x: Any, number: Any) -> Any:
 def _pad_by_rows(ctx: Context, eqn: Any, x: Any, number: Any, config: list[Any]) -> Any:
     """Pads every part along the other axes, and adds rows of a number along the axis."""
     axis, aval = x.axis, eqn.outvars[0].aval
-    low, high, between = config[axis]
+    # `jnp.pad` makes NumPy's integers, which sizes of values are not.
+    low, high, between = (n.item() if isinstance(n, np.generic) else n for n in config[axis])
     if low < 0 or high < 0 or between:
         raise NotCovered("pad that cuts or spaces the looked-up axis, or a concatenation")
     config[axis], shape = (0, 0, 0), aval.shape
@@ -141,12 +142,23 @@ IN_ROWS: dict[str, Callable[[Any, int], Sequence[int]]] = {
 
 
 def in_rows(ctx: Context, eqn: Any, x: Any, *rest: Any) -> Any:
-    """Runs an equation that works along some axes in every row of a lookup by itself."""
-    if not isinstance(x, Lazy) or not all(map(lineage.is_plain, rest)):
-        raise NotCovered(f"{eqn.primitive.name} of a concatenation")
-    axes = IN_ROWS[eqn.primitive.name](eqn.params, len(x.shape))
-    if x.axis in axes:
-        raise NotCovered(f"{eqn.primitive.name} along the looked-up axis")
+    """Runs an equation that works along some axes in every row, or part, by itself."""
+    if not isinstance(x, (Concat, Lazy)) or not all(map(lineage.is_plain, rest)):
+        raise NotCovered(f"{eqn.primitive.name} of other values than one lookup")
+    axes, axis = IN_ROWS[eqn.primitive.name](eqn.params, len(x.shape)), x.axis
+    if axis in axes:
+        kind = "concatenated" if isinstance(x, Concat) else "looked-up"
+        raise NotCovered(f"{eqn.primitive.name} along the {kind} axis")
+    if isinstance(x, Concat):
+        found = []
+        for part in x.parts:
+            shapes = [[*v.aval.shape] for v in eqn.outvars]
+            for shape in shapes:
+                shape[axis] = part.shape[axis]
+            operands = [part, *rest]
+            found.append(ctx.run_equation(at_shapes(eqn, operands, [*map(tuple, shapes)]), operands))
+        whole = [concat(list(parts), axis) for parts in zip(*found, strict=True)]
+        return whole if eqn.primitive.multiple_results else whole[0]
     found = ctx.bind(eqn, lineage.spread_axes(x, axes).base, *rest)
     bases = found if eqn.primitive.multiple_results else [found]
     out = [at_user_batch(ctx, eqn, y, x.lineage, x.axis, x.origins) for y in bases]
