@@ -32,7 +32,9 @@ def check(fn, *args) -> RewriteReport:
     for x, y in zip(*map(jax.tree.leaves, both(fn, *args)), strict=True):
         assert (x.shape, x.dtype) == (y.shape, y.dtype)
         np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5)
-    return report_of(fn, *args)
+    report = report_of(fn, *args)
+    assert "raised" not in report.details
+    return report
 
 
 #: Of a looked-up [B, D] and a looked-up [B, 3, D]; all of it can be done before the lookup.
@@ -360,6 +362,14 @@ def test_one_shared_value_is_not_reported_unless_a_product_is_saved() -> None:
     assert [found.what for found in report.broadcasts] == [
         f"float32[1,{D}] broadcast -> float32[{B},{D}]"
     ]
+
+
+def test_a_token_that_all_candidates_share_beside_their_own_tokens() -> None:
+    def fn(token, cand):
+        x = jnp.concatenate([jnp.broadcast_to(token, (B, 1, C)), cand[:, None]], axis=1)
+        return jnp.einsum("bqs,bsd->bqd", jnp.tanh(jnp.einsum("bqd,bsd->bqs", x, x)), x)
+
+    check(fn, W[0, :C], CAND)
 
 
 @pytest.mark.parametrize(("queries", "batches"), [(4, 1), (40, 0)])

@@ -65,7 +65,7 @@ def _repeated(x: jax.Array, other: jax.Array, own: list[str], others: list[str])
 
     Without a batch, the other operand is one matrix. If its summed dimensions lie between others,
     XLA transposes it first: of [2048, 866, 256], 0.9 GB are read and written, in both directions.
-    The operand has size 1 in batch dimensions that only the other operand has. `own` and `others`
+    Either operand may have size 1 in batch dimensions of the other operand. `own` and `others`
     are the labels of the dimensions of both.
     """
     if 1 not in x.shape:
@@ -73,7 +73,8 @@ def _repeated(x: jax.Array, other: jax.Array, own: list[str], others: list[str])
     kinds = "".join([label[0] for label in others])
     summed = "c" * kinds.count("c")
     sizes = dict(zip(others, other.shape, strict=True))
-    shape = [sizes[label] if label[0] == "b" else n for label, n in zip(own, x.shape, strict=True)]
+    sizes |= {key: n for key, n in zip(own, x.shape, strict=True) if (key[0], n) != ("b", 1)}
+    shape = [sizes[key] for key in own]
     if kinds.startswith(summed) or kinds.endswith(summed):
         return x
     # With Explicit mesh axes, it would have to be sharded like the other operand.

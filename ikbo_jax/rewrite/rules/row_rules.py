@@ -150,13 +150,11 @@ def in_rows(ctx: Context, eqn: Any, x: Any, *rest: Any) -> Any:
         kind = "concatenated" if isinstance(x, Concat) else "looked-up"
         raise NotCovered(f"{eqn.primitive.name} along the {kind} axis")
     if isinstance(x, Concat):
-        found = []
+        shapes, found = [v.aval.shape for v in eqn.outvars], []
         for part in x.parts:
-            shapes = [[*v.aval.shape] for v in eqn.outvars]
-            for shape in shapes:
-                shape[axis] = part.shape[axis]
+            cut = [(*shape[:axis], part.shape[axis], *shape[axis + 1 :]) for shape in shapes]
             operands = [part, *rest]
-            found.append(ctx.run_equation(at_shapes(eqn, operands, [*map(tuple, shapes)]), operands))
+            found.append(ctx.run_equation(at_shapes(eqn, operands, cut), operands))
         whole = [concat(list(parts), axis) for parts in zip(*found, strict=True)]
         return whole if eqn.primitive.multiple_results else whole[0]
     found = ctx.bind(eqn, lineage.spread_axes(x, axes).base, *rest)
