@@ -145,6 +145,10 @@ BY_PARTS = {
     "carried_from_zeros": lambda x: lax.scan(
         lambda c, w: (c + x * w, None), jnp.zeros((B, D + C)), W_ALL.T
     ),
+    "scanned": lambda x: [
+        lax.scan(lambda c, r: (jnp.sin(c + r), c * r), jnp.zeros(B), x.T, reverse=reverse)
+        for reverse in (False, True)
+    ],
     "merged_with_the_batch": lambda x: (
         (x[:, :, None] * W_ALL).reshape(-1, 3).max(axis=1).reshape(B, -1)
     ),
@@ -162,8 +166,9 @@ def test_a_concatenation_is_worked_on_by_parts(name: str, user_first: bool) -> N
     assert all(type(place.nbytes) is int for place in materialised)
     assert {place.reason for place in materialised} <= {
         "returned by the function",
-        # A branch that returns candidates' values cannot be lazy.
+        # A branch that returns candidates' values, or a loop, cannot be lazy.
         "the branches of a cond return it in different forms",
+        "carried through a scan whose body returns it in another form",
     }
 
 

@@ -15,8 +15,10 @@ from jax.extend import core
 
 from ikbo_jax.rewrite.attention import blocks
 from ikbo_jax.rewrite.calls import loops, sharing
-from ikbo_jax.rewrite.interpret import Context
+from ikbo_jax.rewrite.interpret import Context, at_shapes
 from ikbo_jax.rewrite.report.recorder import Log
+from ikbo_jax.rewrite.rules.concatenation import concatenated
+from ikbo_jax.rewrite.rules.elementwise import sliced_along
 from ikbo_jax.rewrite.values import constraints, hoisting, jaxprs
 from ikbo_jax.rewrite.values.equations import on_integers
 from ikbo_jax.rewrite.values.forms import form, inside_of, skeleton, unpack_all
@@ -135,6 +137,9 @@ def scan(ctx: Context, eqn: Any, *operands: Any) -> Any:
     end = n_consts + n_carry
     pieces = operands[:n_consts], operands[n_consts:end], operands[end:]
     consts, init, xs = map(list, pieces)
+    whole = next((x for x in xs if isinstance(x, Concat) and x.axis == 0), None)
+    if whole is not None and len(whole.parts) <= _MOST_PIECES:
+        return _by_pieces(ctx, eqn, whole, consts, init, xs)
     if hoisted is not None:
         first, jaxpr = hoisted
         origins = frozenset({ctx.recorder.found(eqn, "values of every iteration", False)})
@@ -162,6 +167,27 @@ def scan(ctx: Context, eqn: Any, *operands: Any) -> Any:
             for value in consts[:n_consts]:
                 if id(value) in trial.built:
                     ctx.materialise(eqn, value, "needed in every iteration of a scan")
+
+
+#: Most pieces of a sequence that are scanned one after another, each by a loop.
+_MOST_PIECES = 4
+
+
+def _by_pieces(
+    ctx: Context, eqn: Any, whole: Concat, consts: list[Any], carry: list[Any], xs: list[Any]
+) -> list[Any]:
+    """Scans [history, candidate] piece by piece: the history's steps run at user batch."""
+    count, step, stacks = len(carry), -1 if eqn.params["reverse"] else 1, []
+    shapes = [v.aval.shape for v in eqn.outvars]
+    for _, begin, end in [*whole.pieces()][::step]:
+        operands = [*consts, *carry, *(sliced_along(ctx, x, begin, end, 0) for x in xs)]
+        cut = [*shapes[:count], *((end - begin, *shape[1:]) for shape in shapes[count:])]
+        of_piece = at_shapes(eqn, operands, cut, length=end - begin)
+        results = ctx.run_equation(of_piece, operands)
+        carry = results[:count]
+        stacks.append(results[count:])
+    stacked = zip(shapes[count:], *stacks[::step], strict=True)
+    return [*carry, *(concatenated(ctx, eqn, ys, 0, shape) for shape, *ys in stacked)]
 
 
 def _scanned(
