@@ -38,10 +38,8 @@ def dot_general(ctx: Context, eqn: Any, lhs: Any, rhs: Any) -> Any:
         found = _blocks(ctx, eqn, lhs, rhs)
         if found is not None:
             return found
-    if all(isinstance(x, Concat) and _is_looked_up(x) for x in (lhs, rhs)):
-        return _of_concats(ctx, eqn, lhs, rhs)
-    if isinstance(lhs, Concat) or isinstance(rhs, Concat):
-        return _of_concat(ctx, eqn, lhs, rhs)
+        both = all(isinstance(x, Concat) and _is_looked_up(x) for x in (lhs, rhs))
+        return (_of_concats if both else _of_concat)(ctx, eqn, lhs, rhs)
     _, batch = eqn.params["dimension_numbers"]
     if not batch[0]:
         return product(ctx, eqn, lhs, rhs)
@@ -111,18 +109,7 @@ def product(
     if lineage.has_lineage(rhs) and rhs.axis in rhs_contract:
         rhs = ctx.materialise(eqn, rhs, reason)
     lhs, rhs = at_one_batch(ctx, eqn, lhs, rhs, lhs_batch, rhs_batch)
-    if lhs_batch:
-        out, shape, value_lineage, axis = batched_product(ctx, eqn, lhs, rhs, preferred)
-    else:
-        replaced = {} if preferred is None else {"preferred_element_type": preferred}
-        out = ctx.bind(eqn, lineage.base_of(lhs), lineage.base_of(rhs), **replaced)
-        sides = ((lhs, lhs_contract), (rhs, rhs_contract))
-        free = [(x, d) for x, dims in sides for d in range(len(shape_of(x))) if d not in dims]
-        shape = tuple(shape_of(x)[d] for x, d in free)
-        axis = next(
-            (n for n, (x, d) in enumerate(free) if lineage.has_lineage(x) and d == x.axis), -1
-        )
-        value_lineage = free[axis][0].lineage if axis >= 0 else None
+    out, shape, value_lineage, axis = batched_product(ctx, eqn, lhs, rhs, preferred)
     origins = lineage.origins_of(lhs, rhs)
     if lineage.is_at_least(math.prod(shape) - math.prod(out.shape), 1):
         ctx.recorder.saved(eqn, origins, became or "product at the smaller batch", True)

@@ -155,11 +155,11 @@ def in_rows(ctx: Context, eqn: Any, x: Any, *rest: Any) -> Any:
             cut = [(*shape[:axis], part.shape[axis], *shape[axis + 1 :]) for shape in shapes]
             operands = [part, *rest]
             found.append(ctx.run_equation(at_shapes(eqn, operands, cut), operands))
-        whole = [concat(list(parts), axis) for parts in zip(*found, strict=True)]
-        return whole if eqn.primitive.multiple_results else whole[0]
-    found = ctx.bind(eqn, lineage.spread_axes(x, axes).base, *rest)
-    bases = found if eqn.primitive.multiple_results else [found]
-    out = [at_user_batch(ctx, eqn, y, x.lineage, x.axis, x.origins) for y in bases]
+        out = [concat(list(parts), axis) for parts in zip(*found, strict=True)]
+    else:
+        found = ctx.bind(eqn, lineage.spread_axes(x, axes).base, *rest)
+        bases = found if eqn.primitive.multiple_results else [found]
+        out = [at_user_batch(ctx, eqn, y, x.lineage, axis, x.origins) for y in bases]
     return out if eqn.primitive.multiple_results else out[0]
 
 
