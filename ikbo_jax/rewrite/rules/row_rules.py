@@ -69,15 +69,10 @@ def rev(ctx: Context, eqn: Any, x: Any) -> Any:
 def pad(ctx: Context, eqn: Any, x: Any, number: Any) -> Any:
     """Pads with a number; along the looked-up or concatenated axis, by a concatenation."""
     config = [tuple(amounts) for amounts in eqn.params["padding_config"]]
-    if not lineage.is_plain(number):
-        raise NotCovered("pad with a lazy value")
-    if lineage.is_plain(x):
-        return ctx.bind(eqn, x, number)
-    if isinstance(x, Concat) or lineage.has_lineage(x) and config[x.axis] != (0, 0, 0):
+    padded = [d for d, amounts in enumerate(config) if amounts != (0, 0, 0)]
+    if not lineage.is_plain(x) and x.axis in padded:
         return _pad_by_rows(ctx, eqn, x, number, config)
-    x = lineage.spread_axes(x, [d for d, amounts in enumerate(config) if amounts != (0, 0, 0)])
-    base = ctx.bind(eqn, x.base, number)
-    return at_user_batch(ctx, eqn, base, x.lineage, x.axis, x.origins)
+    return _along(ctx, eqn, padded, x, number)
 
 
 def _pad_by_rows(ctx: Context, eqn: Any, x: Any, number: Any, config: list[Any]) -> Any:
@@ -85,14 +80,13 @@ def _pad_by_rows(ctx: Context, eqn: Any, x: Any, number: Any, config: list[Any])
     axis, aval = x.axis, eqn.outvars[0].aval
     # `jnp.pad` makes NumPy's integers, which sizes of values are not.
     low, high, between = (n.item() if isinstance(n, np.generic) else n for n in config[axis])
-    if low < 0 or high < 0 or between:
+    if low < 0 or high < 0 or between or not lineage.is_plain(number):
         raise NotCovered("pad that cuts or spaces the looked-up axis, or a concatenation")
     config[axis], shape = (0, 0, 0), aval.shape
-    parts: list[Any] = []
-    for part in x.parts if isinstance(x, Concat) else (x,):
-        whole = (*shape[:axis], part.shape[axis], *shape[axis + 1 :])
-        of_part = at_shapes(eqn, (part, number), [whole], padding_config=tuple(config))
-        parts.append(pad(ctx, of_part, part, number) if any(map(any, config)) else part)
+    if any(map(any, config)):
+        whole = (*shape[:axis], x.shape[axis], *shape[axis + 1 :])
+        x = pad(ctx, at_shapes(eqn, (x, number), [whole], padding_config=tuple(config)), x, number)
+    parts: list[Any] = list(x.parts) if isinstance(x, Concat) else [x]
     ones = (1,) * len(shape)
     # Products that sum over the axis leave zeros out that are known as such.
     is_zero = proofs.constant(ctx, number) == 0
@@ -143,10 +137,14 @@ IN_ROWS: dict[str, Callable[[Any, int], Sequence[int]]] = {
 
 def in_rows(ctx: Context, eqn: Any, x: Any, *rest: Any) -> Any:
     """Runs an equation that works along some axes in every row, or part, by itself."""
+    return _along(ctx, eqn, IN_ROWS[eqn.primitive.name](eqn.params, len(shape_of(x))), x, *rest)
+
+
+def _along(ctx: Context, eqn: Any, axes: Sequence[int], x: Any, *rest: Any) -> Any:
+    """Runs an equation that works along these axes."""
     if not isinstance(x, (Concat, Lazy)) or not all(map(lineage.is_plain, rest)):
         raise NotCovered(f"{eqn.primitive.name} of other values than one lookup")
-    axes, axis = IN_ROWS[eqn.primitive.name](eqn.params, len(x.shape)), x.axis
-    if axis in axes:
+    if (axis := x.axis) in axes:
         kind = "concatenated" if isinstance(x, Concat) else "looked-up"
         raise NotCovered(f"{eqn.primitive.name} along the {kind} axis")
     if isinstance(x, Concat):
