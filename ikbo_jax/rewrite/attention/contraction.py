@@ -6,7 +6,6 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -34,13 +33,14 @@ def dot_general(ctx: Context, eqn: Any, lhs: Any, rhs: Any) -> Any:
         return rows
     if lineage.is_plain(lhs) and lineage.is_plain(rhs):
         return ctx.bind(eqn, lhs, rhs)
+    _, batch = eqn.params["dimension_numbers"]
     if isinstance(lhs, Concat) or isinstance(rhs, Concat):
-        found = _blocks(ctx, eqn, lhs, rhs)
-        if found is not None:
-            return found
+        if batch[0] and products.has_default_precision(eqn):
+            found = blocks.start(ctx, eqn, lhs, rhs, functools.partial(_whole, eqn, lhs, rhs))
+            if found is not None:
+                return found
         both = all(isinstance(x, Concat) and _is_looked_up(x) for x in (lhs, rhs))
         return (_of_concats if both else _of_concat)(ctx, eqn, lhs, rhs)
-    _, batch = eqn.params["dimension_numbers"]
     if not batch[0]:
         return product(ctx, eqn, lhs, rhs)
     lhs, rhs = _of_one_lookup(ctx, lhs, rhs, zip(*batch, strict=True))
@@ -48,6 +48,12 @@ def dot_general(ctx: Context, eqn: Any, lhs: Any, rhs: Any) -> Any:
         ctx, eqn, lhs, rhs, lambda scope: scope.build(product(scope, eqn, lhs, rhs))
     )
     return product(ctx, eqn, lhs, rhs) if scores is None else scores
+
+
+def _whole(eqn: Any, lhs: Any, rhs: Any, ctx: Context) -> Any:
+    """Multiplies two values that are materialised."""
+    reason = "product of two concatenations"
+    return ctx.bind(eqn, *(ctx.materialise(eqn, x, reason) for x in (lhs, rhs)))
 
 
 def _of_concats(ctx: Context, eqn: Any, lhs: Concat, rhs: Concat) -> Any:
@@ -68,21 +74,6 @@ def _is_looked_up(x: Concat) -> bool:
     )
 
 
-def _blocks(ctx: Context, eqn: Any, lhs: Any, rhs: Any) -> Any:
-    """Returns the scores of tokens of users and candidates; None for another product."""
-    _, (batch, _) = eqn.params["dimension_numbers"]
-    if not batch or not products.has_default_precision(eqn):
-        return None
-
-    def plain_product(scope: Context) -> jax.Array:
-        reason = "product of two concatenations"
-        out = scope.bind(eqn, *(scope.materialise(eqn, x, reason) for x in (lhs, rhs)))
-        assert isinstance(out, jax.Array)
-        return out
-
-    return blocks.start(ctx, eqn, lhs, rhs, plain_product)
-
-
 def _of_one_lookup(ctx: Context, lhs: Any, rhs: Any, pairs: Any) -> Sequence[Any]:
     """Gives two values one lineage, if they are looked up along a batch dimension and end alike."""
     if type(lhs) is type(rhs) is Lazy and lhs.lineage is not rhs.lineage:
@@ -97,8 +88,7 @@ def product(
 ) -> Any:
     """Multiplies two values, arrays or `Lazy`, at the smallest batch that both of them allow.
 
-    `preferred` is the result's dtype (None for the equation's); `became` is the text for the
-    report.
+    `preferred` is the result's dtype, None for the equation's; `became` is a text for the report.
     """
     (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dims_of(eqn)
     lhs, rhs = _of_one_lookup(ctx, lhs, rhs, zip(lhs_batch, rhs_batch, strict=True))
@@ -284,13 +274,8 @@ def _compress(
     )
     if not lineage.is_plain(weight) or batch or contract != [1] or whole.axis != 1:
         return None
-    if len(whole.shape) != 3 or np.ndim(weight) != 2:
-        return None
-    preferred = eqn.params["preferred_element_type"]
-    dtypes = {jnp.dtype(x.dtype) for pair in groups for x in pair}
-    if len(dtypes) != 1 or (preferred is not None and jnp.dtype(preferred) not in dtypes):
-        return None
-    if next(iter(dtypes)) not in DTYPES:
+    dtype, dtypes = eqn.outvars[0].aval.dtype, {x.dtype for pair in groups for x in pair}
+    if len(whole.shape) != 3 or np.ndim(weight) != 2 or dtypes != {dtype} or dtype not in DTYPES:
         return None
     if eqn.params["precision"] not in (None, (lax.Precision.DEFAULT, lax.Precision.DEFAULT)):
         return None

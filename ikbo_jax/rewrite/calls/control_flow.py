@@ -86,17 +86,14 @@ def _sharded(ctx: Context, eqn: Any, operands: Sequence[Any]) -> list[Any]:
     if others or any(x is not None for x in (*params["in_layouts"], *params["out_layouts"])):
         raise NotCovered("a jit that specifies layouts, or shardings without a mesh")
 
-    def placed(values: Sequence[Any], shardings: Any) -> list[Any]:
-        return list(map(one, values, shardings))
-
-    def one(x: Any, sharding: Any) -> Any:
+    def placed(x: Any, sharding: Any) -> Any:
         if not isinstance(sharding, jax.sharding.NamedSharding):
             return x
         place = functools.partial(jax.lax.with_sharding_constraint, shardings=sharding)
         return place(x) if is_plain(x) else constraints.constrained(ctx, x, sharding, place)
 
-    results = ctx.run_closed(jaxpr, placed(operands, params["in_shardings"]), eqn)
-    return placed(results, params["out_shardings"])
+    values = list(map(placed, operands, params["in_shardings"]))
+    return list(map(placed, ctx.run_closed(jaxpr, values, eqn), params["out_shardings"]))
 
 
 def checkpoint(ctx: Context, eqn: Any, *operands: Any) -> Any:
@@ -135,10 +132,9 @@ def scan(ctx: Context, eqn: Any, *operands: Any) -> Any:
     hoisted = hoisting.split(jaxpr, n_consts, eqn.params["length"])
     plain = all(map(is_plain, operands)) and ctx.programs.is_plain(jaxpr) and hoisted is None
     end = n_consts + n_carry
-    pieces = operands[:n_consts], operands[n_consts:end], operands[end:]
-    consts, init, xs = map(list, pieces)
+    consts, init, xs = [*operands[:n_consts]], [*operands[n_consts:end]], [*operands[end:]]
     whole = next((x for x in xs if isinstance(x, Concat) and x.axis == 0), None)
-    if whole is not None and len(whole.parts) <= _MOST_PIECES:
+    if whole is not None and len(whole.parts) <= 4:  # Each piece is a loop.
         return _by_pieces(ctx, eqn, whole, consts, init, xs)
     if hoisted is not None:
         first, jaxpr = hoisted
@@ -167,10 +163,6 @@ def scan(ctx: Context, eqn: Any, *operands: Any) -> Any:
             for value in consts[:n_consts]:
                 if id(value) in trial.built:
                     ctx.materialise(eqn, value, "needed in every iteration of a scan")
-
-
-#: Most pieces of a sequence that are scanned one after another, each by a loop.
-_MOST_PIECES = 4
 
 
 def _by_pieces(

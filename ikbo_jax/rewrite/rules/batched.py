@@ -65,8 +65,7 @@ def _repeated(x: jax.Array, other: jax.Array, own: list[str], others: list[str])
 
     Without a batch, the other operand is one matrix. If its summed dimensions lie between others,
     XLA transposes it first: of [2048, 866, 256], 0.9 GB are read and written, in both directions.
-    Either operand may have size 1 in batch dimensions of the other operand. `own` and `others`
-    are the labels of the dimensions of both.
+    Either has size 1 in some batch dimensions. `own` and `others` are labels of their dimensions.
     """
     if 1 not in x.shape:
         return x

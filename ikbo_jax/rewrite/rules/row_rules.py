@@ -72,7 +72,7 @@ def pad(ctx: Context, eqn: Any, x: Any, number: Any) -> Any:
     padded = [d for d, amounts in enumerate(config) if amounts != (0, 0, 0)]
     if not lineage.is_plain(x) and x.axis in padded:
         return _pad_by_rows(ctx, eqn, x, number, config)
-    return _along(ctx, eqn, padded, x, number)
+    return in_rows(ctx, eqn, x, number, axes=padded)
 
 
 def _pad_by_rows(ctx: Context, eqn: Any, x: Any, number: Any, config: list[Any]) -> Any:
@@ -135,15 +135,11 @@ IN_ROWS: dict[str, Callable[[Any, int], Sequence[int]]] = {
 }
 
 
-def in_rows(ctx: Context, eqn: Any, x: Any, *rest: Any) -> Any:
+def in_rows(ctx: Context, eqn: Any, x: Any, *rest: Any, axes: Any = None) -> Any:
     """Runs an equation that works along some axes in every row, or part, by itself."""
-    return _along(ctx, eqn, IN_ROWS[eqn.primitive.name](eqn.params, len(shape_of(x))), x, *rest)
-
-
-def _along(ctx: Context, eqn: Any, axes: Sequence[int], x: Any, *rest: Any) -> Any:
-    """Runs an equation that works along these axes."""
     if not isinstance(x, (Concat, Lazy)) or not all(map(lineage.is_plain, rest)):
         raise NotCovered(f"{eqn.primitive.name} of other values than one lookup")
+    axes = IN_ROWS[eqn.primitive.name](eqn.params, len(x.shape)) if axes is None else axes
     if (axis := x.axis) in axes:
         kind = "concatenated" if isinstance(x, Concat) else "looked-up"
         raise NotCovered(f"{eqn.primitive.name} along the {kind} axis")
