@@ -135,9 +135,7 @@ BY_PARTS = {
     "split_back": lambda x: jnp.split(x, [D], axis=1)[0] @ W,
     "summed": lambda x: (x * 2).sum(axis=1) + x.max(axis=1),
     "concatenated_again": lambda x: jnp.concatenate([x, CAND], 1) @ jnp.ones((D + 2 * C, 2)),
-    "best_two_at_padded_positions": lambda x: lax.top_k(
-        jnp.pad(x[..., None] * W_ALL, ((0, 0), (1, 2), (0, 1))), 2
-    ),
+    "best_two_padded": lambda x: lax.top_k(jnp.pad(x[..., None], ((0, 0), (1, 2), (0, 1))), 2),
     "product_at_each_position": lambda x: jnp.einsum("bf,bfk->bfk", x, x[..., None] * W_ALL),
     "product_over_positions": lambda x: jnp.einsum("bf,bfk->bk", x, x[..., None] * W_ALL),
     "in_a_checkpoint": lambda x: jax.checkpoint(lambda x: jnp.sin(x) @ W_ALL)(x),

@@ -65,15 +65,18 @@ def _repeated(x: jax.Array, other: jax.Array, own: list[str], others: list[str])
 
     Without a batch, the other operand is one matrix. If its summed dimensions lie between others,
     XLA transposes it first: of [2048, 866, 256], 0.9 GB are read and written, in both directions.
-    Either has size 1 in some batch dimensions. `own` and `others` are labels of their dimensions.
+    The operand has size 1 in batch dimensions that only the other operand has. `own` and `others`
+    are the labels of the dimensions of both.
     """
     if 1 not in x.shape:
         return x
     kinds = "".join([label[0] for label in others])
     summed = "c" * kinds.count("c")
     sizes = dict(zip(others, other.shape, strict=True))
-    sizes |= {key: n for key, n in zip(own, x.shape, strict=True) if (key[0], n) != ("b", 1)}
-    shape = [sizes[key] for key in own]
+    shape = [
+        sizes[label] if label[0] == "b" and n == 1 else n
+        for label, n in zip(own, x.shape, strict=True)
+    ]
     if kinds.startswith(summed) or kinds.endswith(summed):
         return x
     # With Explicit mesh axes, it would have to be sharded like the other operand.
