@@ -6,7 +6,6 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -34,15 +33,14 @@ def dot_general(ctx: Context, eqn: Any, lhs: Any, rhs: Any) -> Any:
         return rows
     if lineage.is_plain(lhs) and lineage.is_plain(rhs):
         return ctx.bind(eqn, lhs, rhs)
-    if isinstance(lhs, Concat) or isinstance(rhs, Concat):
-        found = _blocks(ctx, eqn, lhs, rhs)
-        if found is not None:
-            return found
-    if all(isinstance(x, Concat) and _is_looked_up(x) for x in (lhs, rhs)):
-        raise NotCovered("product of two concatenations")
-    if isinstance(lhs, Concat) or isinstance(rhs, Concat):
-        return _of_concat(ctx, eqn, lhs, rhs)
     _, batch = eqn.params["dimension_numbers"]
+    if isinstance(lhs, Concat) or isinstance(rhs, Concat):
+        if batch[0] and products.has_default_precision(eqn):
+            found = blocks.start(ctx, eqn, lhs, rhs, functools.partial(_whole, eqn, lhs, rhs))
+            if found is not None:
+                return found
+        both = all(isinstance(x, Concat) and _is_looked_up(x) for x in (lhs, rhs))
+        return (_of_concats if both else _of_concat)(ctx, eqn, lhs, rhs)
     if not batch[0]:
         return product(ctx, eqn, lhs, rhs)
     lhs, rhs = _of_one_lookup(ctx, lhs, rhs, zip(*batch, strict=True))
@@ -52,26 +50,28 @@ def dot_general(ctx: Context, eqn: Any, lhs: Any, rhs: Any) -> Any:
     return product(ctx, eqn, lhs, rhs) if scores is None else scores
 
 
+def _whole(eqn: Any, lhs: Any, rhs: Any, ctx: Context) -> Any:
+    """Multiplies two values that are materialised."""
+    reason = "product of two concatenations"
+    return ctx.bind(eqn, *(ctx.materialise(eqn, x, reason) for x in (lhs, rhs)))
+
+
+def _of_concats(ctx: Context, eqn: Any, lhs: Concat, rhs: Concat) -> Any:
+    """Multiplies two concatenations part by part: along a batch axis, or a summed one."""
+    contract, batch = (list(zip(*dims, strict=True)) for dims in dims_of(eqn))
+    axes, pairs = (lhs.axis, rhs.axis), list(zip(lhs.parts, rhs.parts, strict=False))
+    if lhs.sizes != rhs.sizes or axes not in (*contract, *batch):
+        raise NotCovered("product of two concatenations")
+    if axes in contract:
+        return _sum_of_products(ctx, eqn, True, pairs)
+    return concat([product(ctx, eqn, *pair) for pair in pairs], batch.index(axes))
+
+
 def _is_looked_up(x: Concat) -> bool:
     """Whether a part of a concatenation is more than an array or a broadcast one."""
     return any(
         isinstance(part, Deferred) and not lineage.is_only_broadcast(part) for part in x.parts
     )
-
-
-def _blocks(ctx: Context, eqn: Any, lhs: Any, rhs: Any) -> Any:
-    """Returns the scores of tokens of users and candidates; None for another product."""
-    _, (batch, _) = eqn.params["dimension_numbers"]
-    if not batch or not products.has_default_precision(eqn):
-        return None
-
-    def plain_product(scope: Context) -> jax.Array:
-        reason = "product of two concatenations"
-        out = scope.bind(eqn, *(scope.materialise(eqn, x, reason) for x in (lhs, rhs)))
-        assert isinstance(out, jax.Array)
-        return out
-
-    return blocks.start(ctx, eqn, lhs, rhs, plain_product)
 
 
 def _of_one_lookup(ctx: Context, lhs: Any, rhs: Any, pairs: Any) -> Sequence[Any]:
@@ -88,8 +88,7 @@ def product(
 ) -> Any:
     """Multiplies two values, arrays or `Lazy`, at the smallest batch that both of them allow.
 
-    `preferred` is the result's dtype (None for the equation's); `became` is the text for the
-    report.
+    `preferred` is the result's dtype, None for the equation's; `became` is a text for the report.
     """
     (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dims_of(eqn)
     lhs, rhs = _of_one_lookup(ctx, lhs, rhs, zip(lhs_batch, rhs_batch, strict=True))
@@ -100,18 +99,7 @@ def product(
     if lineage.has_lineage(rhs) and rhs.axis in rhs_contract:
         rhs = ctx.materialise(eqn, rhs, reason)
     lhs, rhs = at_one_batch(ctx, eqn, lhs, rhs, lhs_batch, rhs_batch)
-    if lhs_batch:
-        out, shape, value_lineage, axis = batched_product(ctx, eqn, lhs, rhs, preferred)
-    else:
-        replaced = {} if preferred is None else {"preferred_element_type": preferred}
-        out = ctx.bind(eqn, lineage.base_of(lhs), lineage.base_of(rhs), **replaced)
-        sides = ((lhs, lhs_contract), (rhs, rhs_contract))
-        free = [(x, d) for x, dims in sides for d in range(len(shape_of(x))) if d not in dims]
-        shape = tuple(shape_of(x)[d] for x, d in free)
-        axis = next(
-            (n for n, (x, d) in enumerate(free) if lineage.has_lineage(x) and d == x.axis), -1
-        )
-        value_lineage = free[axis][0].lineage if axis >= 0 else None
+    out, shape, value_lineage, axis = batched_product(ctx, eqn, lhs, rhs, preferred)
     origins = lineage.origins_of(lhs, rhs)
     if lineage.is_at_least(math.prod(shape) - math.prod(out.shape), 1):
         ctx.recorder.saved(eqn, origins, became or "product at the smaller batch", True)
@@ -120,13 +108,11 @@ def product(
 
 def _of_concat(ctx: Context, eqn: Any, lhs: Any, rhs: Any) -> Any:
     """Multiplies with a concatenation, part by part."""
-    (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dims_of(eqn)
     left = isinstance(lhs, Concat) and not (isinstance(rhs, Concat) and _is_looked_up(rhs))
     whole, other = (lhs, rhs) if left else (rhs, lhs)
-    contract, other_contract = (
-        (lhs_contract, rhs_contract) if left else (rhs_contract, lhs_contract)
+    (contract, other_contract), (batch, other_batch) = (
+        dims if left else dims[::-1] for dims in dims_of(eqn)
     )
-    batch, other_batch = (lhs_batch, rhs_batch) if left else (rhs_batch, lhs_batch)
 
     def multiplied(x: Any, y: Any) -> Any:
         return product(ctx, eqn, *((x, y) if left else (y, x)))
@@ -283,18 +269,13 @@ def _compress(
     ctx: Context, eqn: Any, left: bool, whole: Concat, weight: Any, groups: list[tuple[Any, Any]]
 ) -> Any:
     """Computes [M, K] · concat([B, K_user, N], [B, K_cand, N]) by an op; None if it is another."""
-    (lhs_contract, rhs_contract), (lhs_batch, _) = dims_of(eqn)
-    contract = lhs_contract if left else rhs_contract
-    (weight_contract, *_) = rhs_contract if left else lhs_contract
-    if not lineage.is_plain(weight) or lhs_batch or contract != [1] or whole.axis != 1:
+    (contract, (weight_contract, *_)), (batch, _) = (
+        dims if left else dims[::-1] for dims in dims_of(eqn)
+    )
+    if not lineage.is_plain(weight) or batch or contract != [1] or whole.axis != 1:
         return None
-    if len(whole.shape) != 3 or np.ndim(weight) != 2:
-        return None
-    preferred = eqn.params["preferred_element_type"]
-    dtypes = {jnp.dtype(x.dtype) for pair in groups for x in pair}
-    if len(dtypes) != 1 or (preferred is not None and jnp.dtype(preferred) not in dtypes):
-        return None
-    if next(iter(dtypes)) not in DTYPES:
+    dtype, dtypes = eqn.outvars[0].aval.dtype, {x.dtype for pair in groups for x in pair}
+    if len(whole.shape) != 3 or np.ndim(weight) != 2 or dtypes != {dtype} or dtype not in DTYPES:
         return None
     if eqn.params["precision"] not in (None, (lax.Precision.DEFAULT, lax.Precision.DEFAULT)):
         return None
