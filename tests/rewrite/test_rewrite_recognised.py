@@ -126,10 +126,23 @@ def test_keys_are_put_in_order_only_if_the_mask_is_no_length() -> None:
         assert sorts(ikbo.rewrite(case.fn), *case.args) == of_keys + of_the_op
 
 
-def test_keys_out_of_bounds_are_recognised() -> None:
-    case = attention("mix(softmax(L(q)))", rows="jnp.take(X, j, axis=0)")
-    became(case, "attention")
-    assert_same([case])
+@pytest.mark.parametrize("rows", ["X[j]", "jnp.take(X, j, axis=0, fill_value=3)"])
+def test_keys_out_of_bounds_are_recognised(rows: str) -> None:
+    """Values, a mask and a bias may be looked up by the same index in another spelling."""
+    of_values = "jnp.einsum('bnts,bsnh->btnh', softmax({}), TAKE(v))"
+    texts = [
+        "mix(softmax(L(q)))",
+        of_values.format("L(q)"),
+        of_values.format("jnp.where(TAKE(m)[:, None, None], L(q), -inf)"),
+        of_values.format("L(q) + TAKE(v)[:, :, 0, 0][:, None, None]"),
+    ]
+    takes = ("X[j]", "jnp.take(X, j, axis=0)", "X.at[j].get(mode='fill', fill_value=2)")
+    codes = [x.replace("TAKE", f"(lambda X: {take})") for x in texts for take in takes]
+    cases = [attention(code, rows=rows) for code in codes]
+    cases.append(attention("mix(softmax(L(q)))", rows=takes[1]))
+    for case in cases:
+        became(case, "attention")
+    assert_same(cases)
 
 
 @pytest.mark.parametrize("dtype", EACH_DTYPE)

@@ -179,7 +179,7 @@ ATTENTION: dict[str, tuple[Callable[..., Any], str]] = {
 
 @pytest.mark.parametrize("name", ATTENTION)
 def test_attention_of_requests(name: str) -> None:
-    """By `vmap`, between dimensions in another order, and of some slots."""
+    """By `vmap`, between dimensions in another order, of some slots, and of fewer in a loop."""
     of_rows, op = ATTENTION[name]
 
     def by_vmap(history: Any, index: Any, cand: Any) -> Any:
@@ -189,7 +189,11 @@ def test_attention_of_requests(name: str) -> None:
         keys = history[index].swapaxes(0, 1)[1:]
         return jax.vmap(of_rows)(keys, cand.swapaxes(0, 1)[1:])
 
-    for fn in (by_vmap, by_slot):
+    def in_turns(history: Any, index: Any, cand: Any) -> Any:
+        few = index[:, : U - 1], cand[:, : U - 1]
+        return lax.map(lambda x: of_rows(jnp.take(history, x[0], axis=0), x[1]), few)
+
+    for fn in (by_vmap, by_slot, in_turns):
         assert f"-> {op}" in report_of(fn, HISTORY, INDEX, CAND).details
         check_values_and_gradients(fn, HISTORY, INDEX, CAND, bound=3e-5)
 

@@ -132,21 +132,25 @@ def masked(ctx: Context, scores: Scores, mask: Any, keeps: bool, fill: Fill) -> 
         return root.masked(ctx, scores, mask, keeps, fill)
 
     def differs(x: Any) -> str:
-        return not_by_user(scores, x, (KEY,)) if isinstance(x, Lazy) else "differs by candidate"
+        if not isinstance(x, Lazy):
+            return "differs by candidate"
+        by, (x,), _ = root.aligned(x)
+        return not_by_user(dataclasses.replace(scores, root=by), x, (KEY,))
 
     factors = masks.factors(ctx, mask, keeps) if differs(mask) else [(mask, keeps)]
     by_user = [(x, keep) for x, keep in factors if not differs(x)]
     by_row = [(x, keep, reason) for x, keep in factors if (reason := differs(x))]
     kept, lengths, seen, state = None, None, None, None
+    root, of_users, _ = root.aligned(*(x for x, _ in by_user))
     users, keys = root.key.base.shape[:2]
     kinds = [label[0] for label in scores.labels]
     dim = kinds.index(KEY)
-    for x, keep in by_user:
+    for x, (_, keep) in zip(of_users, by_user, strict=True):
         base = arranged_array(kept_by(x.base, keep), scores.labels, [(BATCH, 0), (KEY, 0)])
         base = spread(base, (users, keys))
         kept = base if kept is None else kept & base
     if kept is not None and all(masks.keeps_first(ctx, x, keep, dim) for x, keep in by_user):
-        of = (scores.labels, *(keep for _, keep in by_user))
+        of = (scores.labels, users, *(keep for _, keep in by_user))
         lengths = ctx.scope.once(
             ("lengths", *of),
             [x for x, _ in by_user],
@@ -224,7 +228,8 @@ def biased(
             raise NotCovered(f"attention is not recognised: biases of {bias.dtype} and {dtype}")
         root = root.biased(scores, bias, subtracts=subtracts)
         return scores.then(eqn, operands, root=root)
-    if reason := not_by_user(scores, bias, (KEY, HEAD, QUERY)):
+    root, (bias,), _ = root.aligned(bias)
+    if reason := not_by_user(dataclasses.replace(scores, root=root), bias, (KEY, HEAD, QUERY)):
         raise NotCovered(f"attention is not recognised: a bias is added that {reason}")
     base = -base_of(bias) if subtracts else base_of(bias)
     base = grouped(base, scores.labels, [(HEAD, root.heads), (QUERY, root.queries)])

@@ -23,7 +23,7 @@ from ikbo_jax.rewrite.interpret import Context, shape_of
 from ikbo_jax.rewrite.rules import any_shape
 from ikbo_jax.rewrite.rules.elementwise import ELEMENTWISE
 from ikbo_jax.rewrite.values import staged
-from ikbo_jax.rewrite.values.lineage import Deferred, transposed
+from ikbo_jax.rewrite.values.lineage import Deferred, aligned, transposed, with_nearest_rows
 from ikbo_jax.rewrite.values.registry import NotCovered, rule_of
 
 # Kinds of dimensions of the scores. Queries and keys share the heads; all remaining dimensions of
@@ -130,6 +130,25 @@ class Logits(Root):
     @property
     def lineage(self) -> Any:
         return self.key.lineage
+
+    def aligned(self, *values: Any) -> tuple[Logits, list[Any], Callable[[Any], Any]]:
+        """Gives keys and values that are looked up by one index one lineage; see `aligned`.
+
+        Also returns what appends the rows of the new keys to arrays [users, ...] of the old ones.
+        """
+        key, *values = aligned([self.key, *values])
+
+        def rows(x: Any) -> Any:
+            is_longer = x is not None and x.shape[0] == self.key.base.shape[0]
+            return with_nearest_rows(x, 0) if is_longer else x
+
+        if key is self.key:
+            return self, values, lambda x: x
+        fills = [
+            dataclasses.replace(x, kept=rows(x.kept), lengths=rows(x.lengths)) for x in self.fills
+        ]
+        changes = {"key": key, "fills": tuple(fills), "biases": tuple(map(rows, self.biases))}
+        return dataclasses.replace(self, **changes), values, rows
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
