@@ -132,16 +132,14 @@ def masked(ctx: Context, scores: Scores, mask: Any, keeps: bool, fill: Fill) -> 
         return root.masked(ctx, scores, mask, keeps, fill)
 
     def differs(x: Any) -> str:
-        if not isinstance(x, Lazy):
-            return "differs by candidate"
-        by, (x,), _ = root.aligned(x)
-        return not_by_user(dataclasses.replace(scores, root=by), x, (KEY,))
+        return not_by_user(scores, x, (KEY,)) if isinstance(x, Lazy) else "differs by candidate"
 
     factors = masks.factors(ctx, mask, keeps) if differs(mask) else [(mask, keeps)]
     by_user = [(x, keep) for x, keep in factors if not differs(x)]
     by_row = [(x, keep, reason) for x, keep in factors if (reason := differs(x))]
     kept, lengths, seen, state = None, None, None, None
-    root, of_users, _ = root.aligned(*(x for x, _ in by_user))
+    scores, of_users = scores.aligned(*(x for x, _ in by_user))
+    root = scores.root
     users, keys = root.key.base.shape[:2]
     kinds = [label[0] for label in scores.labels]
     dim = kinds.index(KEY)
@@ -176,6 +174,7 @@ def masked(ctx: Context, scores: Scores, mask: Any, keeps: bool, fill: Fill) -> 
 
 def not_by_user(scores: Scores, value: Any, kinds: Sequence[str]) -> str:
     """Says why a value is not one by user and dimensions of these kinds alone; "" if it is."""
+    scores, (value,) = scores.aligned(value)
     base, axis = base_of(value), value.axis if has_lineage(value) else -1
     if axis >= 0 and (value.lineage is not scores.root.lineage or scores.labels[axis][0] != BATCH):
         return "is not looked up like its keys"
@@ -228,9 +227,10 @@ def biased(
             raise NotCovered(f"attention is not recognised: biases of {bias.dtype} and {dtype}")
         root = root.biased(scores, bias, subtracts=subtracts)
         return scores.then(eqn, operands, root=root)
-    root, (bias,), _ = root.aligned(bias)
-    if reason := not_by_user(dataclasses.replace(scores, root=root), bias, (KEY, HEAD, QUERY)):
+    if reason := not_by_user(scores, bias, (KEY, HEAD, QUERY)):
         raise NotCovered(f"attention is not recognised: a bias is added that {reason}")
+    scores, (bias,) = scores.aligned(bias)
+    root = scores.root
     base = -base_of(bias) if subtracts else base_of(bias)
     base = grouped(base, scores.labels, [(HEAD, root.heads), (QUERY, root.queries)])
     base, root = spread(base, (*base.shape[:3], root.key.shape[1])), of_masks(root)

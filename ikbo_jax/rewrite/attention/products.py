@@ -11,8 +11,6 @@ values, at user batch. Weights over their sum need the sum of the exponentials, 
 as its lse.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import math
@@ -69,13 +67,6 @@ class Weights:
     divided: tuple[str, float] | None = None
     unnormalised: bool = False
     origins: frozenset = frozenset()
-
-    def of_rows(self, root: Logits, rows: Callable[[Any], Any]) -> Weights:
-        """Returns the weights with other logits, and with `rows` of factors and masks."""
-        masks = [dataclasses.replace(x, kept=rows(x.kept)) for x in self.masks]
-        of = dataclasses.replace(self.of, root=root)
-        factors = tuple(map(rows, self.factors))
-        return dataclasses.replace(self, of=of, factors=factors, masks=tuple(masks))
 
 
 def start(
@@ -169,14 +160,14 @@ def dot_general(ctx: Context, eqn: Any, lhs: Any, rhs: Any) -> Any:
         is_softmax = scores.stage == "probabilities"
         kind = block_attention.Call if is_softmax else pointwise.PointwiseCall
         return block_attention.product(ctx, eqn, scores, side, value, kind)
+    scores, (value,) = scores.aligned(value)
     is_changed = scores.stage == "weighted"
     weights: Weights = scores.weights if is_changed else Weights(scores)
     activation = _activation(ctx, scores, weights.of)
     if not has_default_precision(eqn):
         raise NotCovered("attention is not recognised: its product sets a precision")
-    root, (value,), rows = scores.root.aligned(value)
-    weights = weights.of_rows(root, rows)
-    value, base = _values(eqn, dataclasses.replace(scores, root=root), side, value)
+    root = scores.root
+    value, base = _values(eqn, scores, side, value)
     out = attend(ctx, weights, base, activation)
     origins = lineage.origins_of(root.key, value) | root.mask_origins | weights.origins
     op = "attention" if activation is None else "gdpa"

@@ -131,25 +131,6 @@ class Logits(Root):
     def lineage(self) -> Any:
         return self.key.lineage
 
-    def aligned(self, *values: Any) -> tuple[Logits, list[Any], Callable[[Any], Any]]:
-        """Gives keys and values that are looked up by one index one lineage; see `aligned`.
-
-        Also returns what appends the rows of the new keys to arrays [users, ...] of the old ones.
-        """
-        key, *values = aligned([self.key, *values])
-
-        def rows(x: Any) -> Any:
-            is_longer = x is not None and x.shape[0] == self.key.base.shape[0]
-            return with_nearest_rows(x, 0) if is_longer else x
-
-        if key is self.key:
-            return self, values, lambda x: x
-        fills = [
-            dataclasses.replace(x, kept=rows(x.kept), lengths=rows(x.lengths)) for x in self.fills
-        ]
-        changes = {"key": key, "fills": tuple(fills), "biases": tuple(map(rows, self.biases))}
-        return dataclasses.replace(self, **changes), values, rows
-
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Scores(Deferred):
@@ -199,6 +180,29 @@ class Scores(Deferred):
 
     def build(self, ctx: Context) -> jax.Array:
         return self.run(ctx)
+
+    def aligned(self, *values: Any) -> tuple[Scores, list[Any]]:
+        """Gives keys and values that are looked up by one index one lineage; see `aligned`."""
+        root, weights = self.root, self.weights
+        key, *values = aligned([root.key, *values])
+        if key is root.key:
+            return self, values
+
+        def rows(x: Any) -> Any:
+            of_users = x is not None and x.shape[0] == root.key.base.shape[0]
+            return with_nearest_rows(x, 0) if of_users else x
+
+        def fills(fills: Sequence[Fill]) -> tuple[Fill, ...]:
+            kept = [dataclasses.replace(x, kept=rows(x.kept)) for x in fills]
+            return tuple([dataclasses.replace(x, lengths=rows(x.lengths)) for x in kept])
+
+        biases = tuple(map(rows, root.biases))
+        new = dataclasses.replace(root, key=key, fills=fills(root.fills), biases=biases)
+        if weights is not None:
+            of, factors = dataclasses.replace(weights.of, root=new), map(rows, weights.factors)
+            changes = {"of": of, "factors": tuple(factors), "masks": fills(weights.masks)}
+            weights = dataclasses.replace(weights, **changes)
+        return dataclasses.replace(self, root=new, weights=weights), values
 
     def rule(self, ctx: Context, eqn: Any, operands: Any) -> Any:
         """Runs an equation that has scores among its operands."""
