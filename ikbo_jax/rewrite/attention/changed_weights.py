@@ -97,19 +97,18 @@ def product(ctx: Context, eqn: Any, x: Any, y: Any) -> Any:
         return score_factors.scaled(ctx, eqn, x, y)
     if number is not None:
         return _scaled(at, eqn, (x, y), number)
-    cast = ctx.scope.cast_mask(other)
-    whole = cast is not None and shape_of(other) == at.shape
+    whole = shape_of(other) == at.shape and ctx.scope.cast_mask(other) is not None
+    is_mask = (proofs.possible_values(ctx, other) or {math.nan}) <= {0.0, 1.0}
     if at.stage == "exp":
-        values = proofs.possible_values(ctx, other)
-        if values is None or not values <= {0.0, 1.0}:
+        if not is_mask:
             raise NotCovered("attention is not recognised: exp scaled by another value")
         return _masked_exponential(ctx, at, eqn, (x, y), other, whole)
     at, _ = at.aligned(other)
     if whole:
         found = (*_weights_of(at).masks, _mask(ctx, at, other))
         return _changed(at, eqn, (x, y), other, masks=found)
-    factors = (*_weights_of(at).factors, _by_user(at, other))
-    return _changed(at, eqn, (x, y), other, factors=factors)
+    factor = _by_user(at, other) != 0 if is_mask else _by_user(at, other)
+    return _changed(at, eqn, (x, y), other, factors=(*_weights_of(at).factors, factor))
 
 
 def _hidden_again(ctx: Context, eqn: Any, operands: Any, x: Scores, mask: Any) -> Scores:
