@@ -83,8 +83,6 @@ BY_THE_OP = (
     "over(softmax(finite) * M, 1e-9)",
     "over(softmax(x) * M, 0)",
     "over(softmax(x) * M, 0.2)",
-    "over(softmax(x) * M / 4, 0.3)",
-    "over_at_least(softmax(x) * M / 2, 0.3)",
     "over(softmax(finite) * M, 0)",
     "over(jnp.where(M, softmax(x), 0), 0)",
     "over(3 * (softmax(finite) * M), 0.4)",
