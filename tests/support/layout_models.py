@@ -313,6 +313,13 @@ def rnn_in_a_while_loop(history, index, w_state):
 
 
 @layout("history cand index w_state", 0.93)
+def candidates_in_a_while_loop(history, cand, index, w_state):
+    last = history[index, -1]
+    step = lambda c: (c[0] + 1, jnp.tanh(last @ w_state[:D, :D] + c[1]))  # noqa: E731
+    return lax.while_loop(lambda c: c[0] < S, step, (0, cand))[1]
+
+
+@layout("history cand index w_state", 0.93)
 def gru_beside_a_count_of_candidates(history, cand, index, w_state):
     def step(carry, x):
         h, total = carry

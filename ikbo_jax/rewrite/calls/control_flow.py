@@ -242,7 +242,7 @@ def _packed_slice(x: Any, slices: Iterator[Any]) -> Any:
 
 
 def while_(ctx: Context, eqn: Any, *operands: Any) -> Any:
-    """Rewrites a loop whose carries keep their form, and whose end is no lookup."""
+    """Rewrites a loop of lookups whose carries keep their form, and whose end is no lookup."""
     params = eqn.params
     condition, body = params["cond_jaxpr"], params["body_jaxpr"]
     first, second = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
@@ -260,13 +260,15 @@ def while_(ctx: Context, eqn: Any, *operands: Any) -> Any:
     while True:
         arrays, pack = unpack_all(carry)
 
-        def once(*arrays: Any, pack: Any = pack) -> list[Any]:
-            return list(map(skeleton, step(pack(arrays))[1]))
+        def once(*arrays: Any, pack: Any = pack) -> tuple[list[Any], set[int]]:
+            inner, results = step(pack(arrays))
+            return list(map(skeleton, results)), inner.scope.built()
 
-        returned = loops.trial(ctx, once, arrays)
+        returned, built = loops.trial(ctx, once, arrays)
         if not loops.reformed(ctx, eqn, carry, returned, operands[second:], "while loop"):
             break
-    if all(map(is_plain, carry)):
+    constants = [x for x in of_body if not is_plain(x)]
+    if all(map(is_plain, carry)) and (not constants or any(id(x) in built for x in constants)):
         raise NotCovered("a while loop whose carries are no lookups")
 
     def proceeds(arrays: Any) -> Any:

@@ -60,8 +60,9 @@ def may_run_before(eqn: core.JaxprEqn) -> bool:
     body, (consts, carries) = eqn.params["jaxpr"], scan_counts(eqn.params)
     if split(body, consts, eqn.params["length"]) is not None:
         return True
-    indices = tuple(v for v in body.invars[consts + carries :] if is_index(v.aval))
-    return bool(indices) and split_by_rows(body, consts, indices) is not None
+    scanned = tuple(body.invars[consts + carries :])
+    has_index = any(is_index(v.aval) for v in scanned)
+    return has_index and split_by_rows(body, consts, scanned) is not None
 
 
 def is_index(x: Any) -> bool:
