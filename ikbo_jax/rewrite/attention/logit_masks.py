@@ -140,6 +140,8 @@ def masked(ctx: Context, scores: Scores, mask: Any, keeps: bool, fill: Fill) -> 
     kept, lengths, seen, state = None, None, None, None
     users, keys = root.key.base.shape[:2]
     kinds = [label[0] for label in scores.labels]
+    if KEY not in kinds:
+        raise NotCovered("attention is not recognised: logits of one key are masked")
     dim = kinds.index(KEY)
     for x, keep in by_user:
         base = arranged_array(kept_by(x.base, keep), scores.labels, [(BATCH, 0), (KEY, 0)])

@@ -73,7 +73,10 @@ def _repeated(x: jax.Array, other: jax.Array, own: list[str], others: list[str])
     kinds = "".join([label[0] for label in others])
     summed = "c" * kinds.count("c")
     sizes = dict(zip(others, other.shape, strict=True))
-    shape = [sizes[label] if label[0] == "b" else n for label, n in zip(own, x.shape, strict=True)]
+    shape = [
+        sizes[label] if label[0] == "b" and n == 1 else n
+        for label, n in zip(own, x.shape, strict=True)
+    ]
     if kinds.startswith(summed) or kinds.endswith(summed):
         return x
     # With Explicit mesh axes, it would have to be sharded like the other operand.

@@ -83,7 +83,22 @@ def elementwise(ctx: Context, eqn: Any, *operands: Any) -> Any:
     """Runs at the smaller batch if all operands belong to it; otherwise looks rows up in place."""
     if eqn.primitive.name == "mul":
         eqn, operands = with_mask(ctx, eqn, operands)
+    if eqn.primitive.name == "select_n" and not ctx.differentiated:
+        for x, y in itertools.permutations(operands[1:], 2):
+            if _is_stopped(ctx, x, y):
+                ctx.gradient_differs()
+                return x
     return elementwise_to(ctx, eqn, eqn.outvars[0].aval.shape, operands)
+
+
+def _is_stopped(ctx: Context, x: Any, y: Any) -> bool:
+    """Whether y is x without its gradient, as `vmap` of a `cond` gives it to the other branch."""
+    produced = ctx.scope.producer(y, ("broadcast_in_dim", "stop_gradient"))
+    if produced is None or produced[0].primitive.name == "stop_gradient":
+        return produced is not None and produced[1][0] is x
+    same = ctx.scope.producer(x, ("broadcast_in_dim",))
+    is_same = same is not None and same[0].params == produced[0].params
+    return is_same and _is_stopped(ctx, same[1][0], produced[1][0])
 
 
 def with_mask(ctx: Context, eqn: Any, operands: Any) -> tuple[Any, Any]:
