@@ -242,9 +242,9 @@ def _sum_of_products(ctx: Context, eqn: Any, left: bool, groups: Any) -> Any:
     sums_before = any(d < max(free) for d in contract) if free else False
     total: Any = None
     for part, weights in groups:
-        if wide and not cost.on_gpu():
+        if wide and not cost.on_gpu() and lineage.is_plain(part):
             # XLA transposes looked-up columns inside the product, and then has no kernel for it.
-            part = lineage.of_bases(lax.optimization_barrier, part)
+            part = lax.optimization_barrier(part)
         operands = (part, weights) if left else (weights, part)
         if wide and not cost.on_gpu() and sums_before:
             # XLA multiplies by 16-bit weights that are transposed, but not to float32.

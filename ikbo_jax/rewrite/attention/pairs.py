@@ -20,7 +20,7 @@ from ikbo_jax.rewrite.attention.scores import BATCH, KEY, QUERY, Scores
 from ikbo_jax.rewrite.facts import known, masks
 from ikbo_jax.rewrite.interpret import Context
 from ikbo_jax.rewrite.rules.placing import constant_positions
-from ikbo_jax.rewrite.rules.reshape import reshape_to
+from ikbo_jax.rewrite.rules.reshaped_axes import to_shape
 from ikbo_jax.rewrite.rules.taken import Sorted, in_order, moved, sorted_by_lookup, taken
 from ikbo_jax.rewrite.values import staged
 from ikbo_jax.rewrite.values.lineage import (
@@ -118,7 +118,7 @@ def slice_(ctx: Context, eqn: Any, x: Scores) -> Any:
         raise NotCovered(f"attention is not recognised: slice of its {x.stage}")
     fields = [np.arange(n)[cut] for n, cut in zip(x.shape[1:], cuts, strict=True)]
     pairs = np.stack(np.meshgrid(*fields, indexing="ij"), axis=-1).reshape(-1, 2)
-    return reshape_to(ctx, eqn, _chosen(ctx, x, pairs), eqn.outvars[0].aval.shape)
+    return to_shape(ctx, eqn, _chosen(ctx, x, pairs), eqn.outvars[0].aval.shape)
 
 
 def dot_general(ctx: Context, eqn: Any, lhs: Any, rhs: Any) -> Any:
@@ -140,7 +140,8 @@ def reduce_sum(ctx: Context, eqn: Any, x: Scores) -> Any:
     if found is not None and _is_product(found[0], scaled=False):
         kept = np.broadcast_to(found[1], (1, *x.shape[1:]))[0]
         return _weighted(ctx, eqn, found[0], jnp.asarray(kept, found[0].root.key.dtype))
-    made, operands = x.made or (None, ())
+    made: Any = x.made or (None, ())
+    made, operands = made
     pair = [y for y in operands if isinstance(y, Scores)]
     is_weighted = made is not None and made.primitive is jax.lax.mul_p
     is_weighted = is_weighted and eqn.params["axes"] == (1, 2) and len(pair) == 1

@@ -93,12 +93,13 @@ def elementwise(ctx: Context, eqn: Any, *operands: Any) -> Any:
 
 def _is_stopped(ctx: Context, x: Any, y: Any) -> bool:
     """Whether y is x without its gradient, as `vmap` of a `cond` gives it to the other branch."""
-    produced = ctx.scope.producer(y, ("broadcast_in_dim", "stop_gradient"))
-    if produced is None or produced[0].primitive.name == "stop_gradient":
-        return produced is not None and produced[1][0] is x
-    same = ctx.scope.producer(x, ("broadcast_in_dim",))
-    is_same = same is not None and same[0].params == produced[0].params
-    return is_same and _is_stopped(ctx, same[1][0], produced[1][0])
+    of_y = ctx.scope.producer(y, ("broadcast_in_dim", "stop_gradient"))
+    if of_y is None or of_y[0].primitive.name == "stop_gradient":
+        return of_y is not None and of_y[1][0] is x
+    of_x = ctx.scope.producer(x, ("broadcast_in_dim",))
+    if of_x is None or of_x[0].params != of_y[0].params:
+        return False
+    return _is_stopped(ctx, of_x[1][0], of_y[1][0])
 
 
 def with_mask(ctx: Context, eqn: Any, operands: Any) -> tuple[Any, Any]:

@@ -15,17 +15,27 @@ import numpy as np
 from jax import lax
 
 from ikbo_jax.rewrite.interpret import Context, at_shapes, shape_of
+from ikbo_jax.rewrite.report import cost
 from ikbo_jax.rewrite.rules import elementwise, placing, reshape
 from ikbo_jax.rewrite.rules.batched import dims_of
 from ikbo_jax.rewrite.rules.concatenation import of_one_lineage
 from ikbo_jax.rewrite.values import staged
 from ikbo_jax.rewrite.values.equations import kept_dims
-from ikbo_jax.rewrite.values.lineage import Concat, Lazy, has_lineage, is_plain, transposed
+from ikbo_jax.rewrite.values.lineage import (
+    Concat,
+    Lazy,
+    has_lineage,
+    is_plain,
+    of_bases,
+    transposed,
+)
 from ikbo_jax.rewrite.values.registry import NotCovered
 from ikbo_jax.rewrite.values.reshaped import Taken
 
 #: Elements that combine lookups in more ways than this are not sorted by them.
 _MOST_GROUPS = 16
+#: Weights in more runs than this are taken by a lookup, whose gradient is a scatter.
+_MOST_SLICES = 32
 
 
 class Sorted(NamedTuple):
@@ -218,7 +228,10 @@ def dot_general(ctx: Context, eqn: Any, *operands: Any) -> Any:
     if axis is not None and not is_in_groups:
         other = ctx.materialise(eqn, other, "product of a concatenation in another order")
         x = _settled(ctx, x)
-        given = [x.inner, staged.take(other, np.argsort(x.at), axis)]
+        # XLA on a CPU transposes taken columns in the product, and has no kernel for 16 bits then.
+        is_half = x.dtype.itemsize == 2 and not cost.on_gpu()
+        inner = of_bases(lax.optimization_barrier, x.inner) if is_half else x.inner
+        given = [inner, staged.take(other, np.argsort(x.at), axis, _MOST_SLICES)]
         (result,) = ctx.run_equation(eqn, given[:: 1 - 2 * side])
         return result if out is None else reordered(result, np.array(x.at), out)
     return in_groups(ctx, eqn, operands, [x.axis, axis][:: 1 - 2 * side], out)
@@ -247,9 +260,9 @@ def _elements(ctx: Context, eqn: Any, x: Any, positions: np.ndarray, axes: tuple
     outer = int(isinstance(x, Concat) and x.axis == second != first)
     rows, parts, places = sorted_by_lookup(ctx, x, axes[outer]), list[Any](), list[np.ndarray]()
     if len(axes) == 1:
-        at, sizes = positions[:, 0], [0, *(part.shape[first] for part in rows.values)]
+        at, ends = positions[:, 0], np.cumsum([0, *(part.shape[first] for part in rows.values)])
         whole = Concat(tuple(rows.values), first) if len(rows.values) > 1 else rows.values[0]
-        return taken(whole, np.cumsum(sizes)[rows.group[at]] + rows.offset[at], first)
+        return taken(whole, ends[rows.group[at]] + rows.offset[at], first)
     if second != first + 1:
         raise NotCovered("fixed positions along axes that are apart")
     for m, row in enumerate(rows.values):

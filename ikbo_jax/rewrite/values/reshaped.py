@@ -42,83 +42,16 @@ class Group(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Moved(Deferred):
-    """Stands for the elements of another value in another order; an equation on it runs before.
-
-    Attributes:
-      inner: a deferred value.
-      kind: names the rules of such values.
-    """
-
-    inner: Any
-
-    @property
-    def dtype(self) -> Any:
-        return self.inner.dtype
-
-    @property
-    def origins(self) -> frozenset:
-        return origins_of(self.inner)
-
-    def rule(self, ctx: Any, eqn: Any, operands: Any) -> Any:
-        """Runs an equation that has moved values among its operands.
-
-        If no rule covers it, these values are materialised, and other rules see the rest.
-        """
-        name, kind = eqn.primitive.name, self.kind
-        try:
-            if (rule := rule_of(name, "lazy" if name in CALLS else kind)) is None:
-                raise NotCovered(f"{name} of {_WHAT[kind]}")
-            return rule(ctx, eqn, *operands)
-        except NotCovered as error:
-            why = str(error)
-        built = [ctx.materialise(eqn, x, why) if isinstance(x, Moved) else x for x in operands]
-        results = ctx.run_equation(eqn, built)
-        return results if eqn.primitive.multiple_results else results[0]
-
-
-_WHAT = {
-    "merged": "a value whose looked-up axis is merged by a reshape",
-    "split": "a value that is looked up by several dimensions",
-    "taken": "a concatenation in another order",
-}
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Taken(Moved):
-    """Stands for `take(inner, at, axis)`: positions that the program fixes, maybe repeated.
-
-    Attributes:
-      inner: a concatenation along `axis`.
-    """
-
-    at: tuple[int, ...]
-    axis: int
-    kind = "taken"
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        shape = self.inner.shape
-        return (*shape[: self.axis], len(self.at), *shape[self.axis + 1 :])
-
-    @property
-    def layout(self) -> tuple[Any, ...]:
-        """All but the inner value that tells its form."""
-        return self.at, self.axis
-
-    def build(self, ctx: Any) -> jax.Array:
-        return staged.take(ctx.build(self.inner), self.at, self.axis)
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Reshaped(Moved):
+class Reshaped(Deferred):
     """Stands for `reshape(inner, shape)`, which merges dimensions or splits one.
 
     Attributes:
+      inner: a deferred value.
       groups: all dimensions, in order.
       splits: whether the reshape splits a dimension.
     """
 
+    inner: Any
     groups: tuple[Group, ...]
 
     @functools.cached_property
@@ -130,8 +63,12 @@ class Reshaped(Moved):
         return len(self.shape) > len(self.groups)
 
     @property
-    def kind(self) -> str:
-        return "split" if self.splits else "merged"
+    def dtype(self) -> Any:
+        return self.inner.dtype
+
+    @property
+    def origins(self) -> frozenset:
+        return self.inner.origins
 
     @property
     def layout(self) -> tuple[Any, ...]:
@@ -140,6 +77,65 @@ class Reshaped(Moved):
 
     def build(self, ctx: Any) -> jax.Array:
         return staged.reshape(ctx.build(self.inner), self.shape)
+
+    def rule(self, ctx: Any, eqn: Any, operands: Any) -> Any:
+        """Runs an equation that has reshaped values among its operands.
+
+        If no rule covers it, these values are materialised, and other rules see the rest.
+        """
+        name, kind = eqn.primitive.name, "split" if self.splits else "merged"
+        try:
+            if (rule := rule_of(name, "lazy" if name in CALLS else kind)) is None:
+                what = "that is looked up by several dimensions"
+                what = what if kind == "split" else "whose looked-up axis is merged by a reshape"
+                raise NotCovered(f"{name} of a value {what}")
+            return rule(ctx, eqn, *operands)
+        except NotCovered as error:
+            why = str(error)
+        built = [ctx.materialise(eqn, x, why) if isinstance(x, Reshaped) else x for x in operands]
+        results = ctx.run_equation(eqn, built)
+        return results if eqn.primitive.multiple_results else results[0]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Taken(Deferred):
+    """Stands for `take(inner, at, axis)`: positions that the program fixes, maybe repeated.
+
+    Attributes:
+      inner: a concatenation along `axis`, or an array.
+    """
+
+    inner: Any
+    at: tuple[int, ...]
+    axis: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        shape = self.inner.shape
+        return (*shape[: self.axis], len(self.at), *shape[self.axis + 1 :])
+
+    @property
+    def dtype(self) -> Any:
+        return self.inner.dtype
+
+    @property
+    def origins(self) -> frozenset:
+        return origins_of(self.inner)
+
+    @property
+    def layout(self) -> tuple[Any, ...]:
+        """All but the inner value that tells its form."""
+        return self.at, self.axis
+
+    def build(self, ctx: Any) -> jax.Array:
+        return staged.take(ctx.build(self.inner), self.at, self.axis)
+
+    def rule(self, ctx: Any, eqn: Any, operands: Any) -> Any:
+        """Runs an equation that has such values among its operands."""
+        name = eqn.primitive.name
+        if (rule := rule_of(name, "lazy" if name in CALLS else "taken")) is None:
+            raise NotCovered(f"{name} of a concatenation in another order")
+        return rule(ctx, eqn, *operands)
 
 
 def is_split(value: Any) -> bool:

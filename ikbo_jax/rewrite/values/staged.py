@@ -229,7 +229,7 @@ def gather_rows(x: Any, index: Any, axis: int) -> Any:
 _MOST_RUNS = 4
 
 
-def take(x: Any, at: Sequence[int], axis: int) -> Any:
+def take(x: Any, at: Any, axis: int, most_runs: int = _MOST_RUNS) -> Any:
     """Takes elements of `x` at constant positions along `axis`, by slices if these are few."""
     numbers, (*before, size), after = np.array(at), x.shape[: axis + 1], x.shape[axis + 1 :]
     count = len(numbers)
@@ -242,7 +242,7 @@ def take(x: Any, at: Sequence[int], axis: int) -> Any:
             wide = broadcast_in_dim(wide, (*before, *pair, *after), range(len(wide.shape)))
             return reshape(wide, (*before, count, *after))
     breaks = (numbers[1:] != numbers[:-1] + 1).nonzero()[0]
-    if len(breaks) >= _MOST_RUNS:
+    if len(breaks) >= most_runs:
         return gather_rows(x, jnp.asarray(numbers, jnp.int32), axis)
     first, last = numbers[[0, *(breaks + 1)]].tolist(), numbers[[*breaks, -1]].tolist()
     runs = zip(first, last, strict=True)
