@@ -116,25 +116,24 @@ def neighbours(x: Any, table: Any, w: Any) -> Any:
 FIRST, SECOND = np.triu_indices(9, 1)
 #: Pairs of fields, and the shares that are saved: DLRM's in six spellings, AFM, a layer, and FmFM.
 PAIRS: dict[Any, float] = {
-    lambda x, table, w: jnp.sum(x[:, FIRST] * x[:, SECOND], axis=-1) @ w[:36]: 0.39,
     lambda x, table, w: (x[:, :, None] * x[:, None]).sum(-1)[:, FIRST, SECOND] @ w[:36]: 0.39,
     lambda x, table, w: jnp.einsum("bid,bjd->ijb", x, x)[SECOND, FIRST].T @ w[:36]: 0.56,
+    lambda x, table, w: jnp.take_along_axis(
+        (x @ x.mT).reshape(-1, 81), jnp.tile(FIRST * 9 + SECOND, (96, 1)), axis=1
+    ): 0.4,
     lambda x, table, w: (
-        jnp.take_along_axis((x @ x.mT).reshape(-1, 81), jnp.tile(FIRST * 9 + SECOND, (96, 1)), 1)
-        @ w[:36]
+        (lambda z: jnp.concatenate([z[:, n, :n] for n in range(1, 9)], 1))((x @ x.mT) / 3) @ w[:36]
     ): 0.56,
     lambda x, table, w: jnp.triu(x @ x.mT, 1).sum(axis=(1, 2)): 0.7,
     lambda x, table, w: (x[:, :, None] * x[:, None]).sum(-1).reshape(-1, 81) @ w: 0.42,
-    lambda x, table, w: attentive(x[:, FIRST] * x[:, SECOND], w[:8]): 0.35,
+    lambda x, table, w: jnp.einsum(
+        "bp,bpd->bd", jax.nn.softmax(((y := x[:, FIRST] * x[:, SECOND]) @ w[:8]).sum(-1), 1), y
+    ): 0.35,
     lambda x, table, w: jnp.tanh(jnp.concatenate([x[:, FIRST], x[:, SECOND]], -1) @ w[:16]): 0.6,
     lambda x, table, w: (
         jnp.einsum("bpd,pde->bpe", x[:, FIRST], jnp.stack([w[:36]] * 8, 1)) * x[:, SECOND]
     ).sum(axis=(1, 2)): 0.87,
 }
-
-
-def attentive(x: Any, w: Any) -> Any:
-    return jnp.einsum("bp,bpd->bd", jax.nn.softmax(jax.nn.relu(x @ w).sum(-1), axis=1), x)
 
 
 def embedded_times(x: Any, table: Any, w: Any) -> Any:

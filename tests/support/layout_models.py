@@ -97,14 +97,6 @@ def dlrm(user_fields, cand_fields, index, w_pairs, w_top):
     return jax.nn.relu(x @ w_pairs) @ w_top
 
 
-@layout("user_fields cand_fields index w_pairs w_top", 0.49)
-def dlrm_of_sliced_pairs(user_fields, cand_fields, index, w_pairs, w_top):
-    fields = jnp.concatenate([user_fields[index], cand_fields], axis=1)
-    pairs = jnp.einsum("bfd,bgd->bfg", fields, fields) * D**-0.5
-    x = jnp.concatenate([fields[:, 0], *(pairs[:, n, :n] for n in range(1, F))], axis=1)
-    return jax.nn.relu(x @ w_pairs) @ w_top
-
-
 @layout("user_fields cand_fields index w_pairs w_top", 0.59)
 def dlrm_of_masked_pairs(user_fields, cand_fields, index, w_pairs, w_top):
     fields = jnp.concatenate([user_fields[index], cand_fields], axis=1)
@@ -213,14 +205,6 @@ def concatenated_in_a_map_over_indices(user, cand, index, w_first, w_out):
 
 @layout("people items w_first w_out", 0.89)
 def grid_by_nested_vmap(people, items, w_first, w_out):
-    def score(user, item):
-        return (jax.nn.relu(jnp.concatenate([user, item]) @ w_first) @ w_out)[0]
-
-    return jax.vmap(lambda u: jax.vmap(lambda i: score(u, i))(items))(people)
-
-
-@layout("people items w_first w_out", 0.89)
-def grid_of_padded_items(people, items, w_first, w_out):
     def score(user, item):
         x = jnp.concatenate([user, item])
         return lax.cond(item[0] > 0, lambda: (jax.nn.relu(x @ w_first) @ w_out)[0], lambda: 0.0)
