@@ -17,8 +17,9 @@ from ikbo_jax.rewrite.interpret import Context, shape_of
 from ikbo_jax.rewrite.report import cost
 from ikbo_jax.rewrite.rules import one_hot, reselect, sums
 from ikbo_jax.rewrite.rules.batched import at_one_batch, batched_product, dims_of
-from ikbo_jax.rewrite.rules.concatenation import of_one_lineage, without_padding
-from ikbo_jax.rewrite.rules.elementwise import concat, of_one_user, slice_along
+from ikbo_jax.rewrite.rules.concatenation import without_padding
+from ikbo_jax.rewrite.rules.elementwise import concat, of_one_user
+from ikbo_jax.rewrite.rules.taken import in_groups, sorted_by_lookup, taken
 from ikbo_jax.rewrite.values import lineage, staged
 from ikbo_jax.rewrite.values.lineage import Concat, Deferred, Lazy, Lineage
 from ikbo_jax.rewrite.values.registry import NotCovered
@@ -118,17 +119,10 @@ def _of_concat(ctx: Context, eqn: Any, lhs: Any, rhs: Any) -> Any:
         return product(ctx, eqn, *((x, y) if left else (y, x)))
 
     if whole.axis in batch:
-        if not lineage.is_plain(other):
-            raise NotCovered("batched product with a concatenation along a batch axis")
         # Each position has its own matrix, such as each token in RankMixer.
         number = batch.index(whole.axis)
-        return concat(
-            [
-                multiplied(part, slice_along(other, start, stop, other_batch[number]))
-                for part, start, stop in whole.pieces()
-            ],
-            number,
-        )
+        axes = [lhs_batch[number], rhs_batch[number]]
+        return in_groups(ctx, eqn, (lhs, rhs), axes, number)
     if not lineage.has_lineage(other) and whole.axis in contract:
         other_axis = other_contract[contract.index(whole.axis)]
         whole, other = without_padding(ctx, whole, other, other_axis)
@@ -150,7 +144,7 @@ def _of_concat(ctx: Context, eqn: Any, lhs: Any, rhs: Any) -> Any:
     split, weights = sums.by_terms(ctx, whole, other, other_axis)
     if split is not whole and _joined(ctx, eqn, split) is split:
         whole, other = split, weights
-    groups = _groups(whole, other, other_axis)
+    groups = _groups(ctx, whole, other, other_axis)
     if len(groups) > 1:
         compressed = _compress(ctx, eqn, left, whole, other, groups)
         if compressed is not None:
@@ -159,7 +153,7 @@ def _of_concat(ctx: Context, eqn: Any, lhs: Any, rhs: Any) -> Any:
         if lineage.is_plain(joined):
             return multiplied(joined, other)
         if joined is not whole:
-            whole, groups = joined, _groups(joined, other, other_axis)
+            whole, groups = joined, _groups(ctx, joined, other, other_axis)
     return _sum_of_products(ctx, eqn, left, groups)
 
 
@@ -214,29 +208,12 @@ def _pays(whole: Concat, out: Any, looked_up: int) -> bool:
     return lineage.is_at_least(cost.femtoseconds(saved), 0)
 
 
-def _groups(whole: Concat, other: Any, other_axis: int) -> list[tuple[Any, Any]]:
-    """Pairs the parts with slices of the other operand, and concatenates parts of one lineage."""
+def _groups(ctx: Context, whole: Concat, other: Any, other_axis: int) -> list[tuple[Any, Any]]:
+    """Pairs the parts of each lineage, concatenated, with their slices of the other operand."""
     other = lineage.spread_axes(other, [other_axis])
-    by_lineage: dict[Any, tuple[list[Any], list[Any]]] = {}
-    for part, start, stop in whole.pieces():
-        key: Any = "plain"
-        if isinstance(part, Lazy):
-            # Parts without a lineage differ by the dimensions that they are broadcast along: in a
-            # grid of users and items, users along the items and items along the users.
-            broadcast = tuple(n == 1 for n in part.base.shape)
-            key = (part.lineage, part.axis) if part.lineage else broadcast
-        parts, slices = by_lineage.setdefault(key, ([], []))
-        parts.append(part)
-        slices.append(slice_along(other, start, stop, other_axis))
-    groups = []
-    for parts, slices in by_lineage.values():
-        if len(parts) > 1 and all(map(lineage.is_plain, slices)):
-            groups.append(
-                (of_one_lineage(parts, whole.axis), staged.concatenate(slices, other_axis))
-            )
-        else:
-            groups += list(zip(parts, slices, strict=True))
-    return groups
+    values, group, _ = sorted_by_lookup(ctx, whole, whole.axis, len(whole.parts) ** 2)
+    at = ((group == n).nonzero()[0] for n in range(len(values)))
+    return [(x, taken(other, own, other_axis)) for x, own in zip(values, at, strict=True)]
 
 
 def _sum_of_products(ctx: Context, eqn: Any, left: bool, groups: Any) -> Any:

@@ -142,6 +142,8 @@ def masked(ctx: Context, scores: Scores, mask: Any, keeps: bool, fill: Fill) -> 
     root = scores.root
     users, keys = root.key.base.shape[:2]
     kinds = [label[0] for label in scores.labels]
+    if KEY not in kinds:
+        raise NotCovered("attention is not recognised: logits of one key are masked")
     dim = kinds.index(KEY)
     for x, (_, keep) in zip(of_users, by_user, strict=True):
         base = arranged_array(kept_by(x.base, keep), scores.labels, [(BATCH, 0), (KEY, 0)])

@@ -83,7 +83,23 @@ def elementwise(ctx: Context, eqn: Any, *operands: Any) -> Any:
     """Runs at the smaller batch if all operands belong to it; otherwise looks rows up in place."""
     if eqn.primitive.name == "mul":
         eqn, operands = with_mask(ctx, eqn, operands)
+    if eqn.primitive.name == "select_n" and not ctx.differentiated:
+        for x, y in itertools.permutations(operands[1:], 2):
+            if _is_stopped(ctx, x, y):
+                ctx.gradient_differs()
+                return x
     return elementwise_to(ctx, eqn, eqn.outvars[0].aval.shape, operands)
+
+
+def _is_stopped(ctx: Context, x: Any, y: Any) -> bool:
+    """Whether y is x without its gradient, as `vmap` of a `cond` gives it to the other branch."""
+    of_y = ctx.scope.producer(y, ("broadcast_in_dim", "stop_gradient"))
+    if of_y is None or of_y[0].primitive.name == "stop_gradient":
+        return of_y is not None and of_y[1][0] is x
+    of_x = ctx.scope.producer(x, ("broadcast_in_dim",))
+    if of_x is None or of_x[0].params != of_y[0].params:
+        return False
+    return _is_stopped(ctx, of_x[1][0], of_y[1][0])
 
 
 def with_mask(ctx: Context, eqn: Any, operands: Any) -> tuple[Any, Any]:
