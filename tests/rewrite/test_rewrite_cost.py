@@ -187,22 +187,20 @@ def test_on_a_gpu_a_product_with_vectors_looks_up_for_itself(monkeypatch) -> Non
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("model", MODELS)
-def test_the_estimate_is_what_xla_counts(model) -> None:
-    program = Program(model, SIZES, "float32")
-    args = program.shapes
-    (report,) = ikbo.explain(ikbo.rewrite(program.scores), *args).notes
+def test_the_estimate_is_what_xla_counts(model, dtype) -> None:
+    program = Program(model, SIZES, dtype)
+    args, programs = program.shapes, (program.scores, ikbo.rewrite(program.scores))
+    (report,) = ikbo.explain(programs[1], *args).notes
     if not report.changed:
-        assert model in ("fibinet", "wukong")
+        assert model == "fibinet"
         return
-    compiled = [
-        jax.jit(fn).lower(*args).compile() for fn in (program.scores, ikbo.rewrite(program.scores))
-    ]
+    compiled = [jax.jit(fn).lower(*args).compile() for fn in programs]
     before, after = (x.cost_analysis()["bytes accessed"] for x in compiled)
     shares = (before - after) / before, report.bytes_saved / report.costs.original.nbytes
     assert shares[0] * shares[1] > 0
-    # XLA counts no more than the largest loops' bodies once, and ops by what replaces them here.
-    assert abs(shares[0] - shares[1]) < 0.2, shares
+    assert abs(shares[0] - shares[1]) < 0.06, shares
 
 
 def test_a_loop_computes_again_what_reductions_read_from_memory() -> None:

@@ -121,7 +121,7 @@ def _of_concat(ctx: Context, eqn: Any, lhs: Any, rhs: Any) -> Any:
     if whole.axis in batch:
         # Each position has its own matrix, such as each token in RankMixer.
         number = batch.index(whole.axis)
-        axes = [lhs_batch[number], rhs_batch[number]]
+        axes = [dims[number] for dims in dims_of(eqn)[1]]
         return in_groups(ctx, eqn, (lhs, rhs), axes, number)
     if not lineage.has_lineage(other) and whole.axis in contract:
         other_axis = other_contract[contract.index(whole.axis)]

@@ -31,9 +31,10 @@ def batched_product(
     looked_up = {
         own[x.axis]: x.lineage for own, x in zip(labels, (lhs, rhs), strict=True) if has_lineage(x)
     }
-    bases = [base_of(lhs), base_of(rhs)]
-    arrays = [_repeated(bases[n], bases[1 - n], labels[n], labels[1 - n]) for n in (0, 1)]
-    for side, array in enumerate(arrays):
+    arrays = bases = [base_of(lhs), base_of(rhs)]
+    if lhs_batch:
+        arrays = [_repeated(bases[n], bases[1 - n], labels[n], labels[1 - n]) for n in (0, 1)]
+    for side, array in enumerate(arrays if lhs_batch else ()):
         ones = [
             d
             for d, label in enumerate(labels[side])
@@ -126,8 +127,10 @@ def _own_lookup(ctx: Context, eqn: Any, x: Any, other: Any) -> Any:
     XLA gives all that read a lookup one layout: DIN's product of candidate and history was written
     transposed, in 0.361 ms on an H200 instead of 0.257 (the original: 0.325 ms).
     """
-    (contract, _), (batch, _) = eqn.params["dimension_numbers"]
-    is_vector = len(shape_of(other)) == len(contract) + len(batch)
+    (contract, _), _ = dims_of(eqn)
+    summed = math.prod([eqn.invars[0].aval.shape[d] for d in contract])
+    # Only `x` has free dimensions, but for those of size 1.
+    is_vector = math.prod(eqn.outvars[0].aval.shape) * summed == math.prod(shape_of(x))
     # The gradients by both lookups would be rounded before they are added.
     if not (cost.on_gpu() and is_vector and ctx.scope.is_built(x)) or ctx.differentiated:
         return x
