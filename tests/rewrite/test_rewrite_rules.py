@@ -138,6 +138,7 @@ BY_PARTS = {
     "best_two_padded": lambda x: lax.top_k(jnp.pad(x[..., None], ((0, 0), (1, 2), (0, 1))), 2),
     "product_at_each_position": lambda x: jnp.einsum("bf,bfk->bfk", x, x[..., None] * W_ALL),
     "product_over_positions": lambda x: jnp.einsum("bf,bfk->bk", x, x[..., None] * W_ALL),
+    "accumulated": lambda x: jnp.cumsum(x, axis=1) * lax.cumprod(1 + x / 9, 1, reverse=True),
     "in_a_checkpoint": lambda x: jax.checkpoint(lambda x: jnp.sin(x) @ W_ALL)(x),
     "in_a_scan": lambda x: lax.scan(lambda c, w: (c + x @ w, None), jnp.zeros((B, 3)), W_ALL[None]),
     "in_a_cond": lambda x: lax.cond(W[0, 0] > 0, lambda x: x @ W_ALL, lambda x: x[:, :3], x),

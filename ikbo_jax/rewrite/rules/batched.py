@@ -47,7 +47,7 @@ def batched_product(
     # Both operands have the same size in every remaining batch dimension, perhaps 1: after
     # `at_one_batch` and the squeeze, no size 1 is paired with a larger one.
     numbers = tuple(
-        tuple(tuple(map(side.index, paired)) for side in labels) for paired in (contract, batch)
+        [tuple([tuple(map(side.index, paired)) for side in labels]) for paired in (contract, batch)]
     )
     given = {} if preferred is None else {"preferred_element_type": preferred}
     out = ctx.bind(eqn, *arrays, dimension_numbers=numbers, **given)
@@ -56,8 +56,8 @@ def batched_product(
     if missing:
         out = staged.expand_dims(out, range(len(missing)))
     out = staged.transpose(out, [(missing + of_out).index(label) for label in wanted])
-    shape = tuple(sizes[label] for label in wanted)
-    axis = next((n for n, label in enumerate(wanted) if label in looked_up), -1)
+    shape = tuple([sizes[label] for label in wanted])
+    axis = min([wanted.index(label) for label in looked_up if label in wanted], default=-1)
     return out, shape, looked_up[wanted[axis]] if axis >= 0 else None, axis
 
 

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
@@ -11,7 +12,13 @@ from ikbo_jax.rewrite.facts import proofs
 from ikbo_jax.rewrite.facts.known import known
 from ikbo_jax.rewrite.interpret import Context, at_shapes, shape_of
 from ikbo_jax.rewrite.rules import placing, positions, reselect
-from ikbo_jax.rewrite.rules.elementwise import at_user_batch, common_lineage, concat, sliced
+from ikbo_jax.rewrite.rules.elementwise import (
+    at_user_batch,
+    common_lineage,
+    concat,
+    sliced,
+    sliced_along,
+)
 from ikbo_jax.rewrite.values import constraints, lineage
 from ikbo_jax.rewrite.values.lineage import Concat, Lazy
 from ikbo_jax.rewrite.values.registry import NotCovered
@@ -141,6 +148,8 @@ def in_rows(ctx: Context, eqn: Any, x: Any, *rest: Any, axes: Any = None) -> Any
         raise NotCovered(f"{eqn.primitive.name} of other values than one lookup")
     axes = IN_ROWS[eqn.primitive.name](eqn.params, len(x.shape)) if axes is None else axes
     if (axis := x.axis) in axes:
+        if isinstance(x, Concat) and eqn.primitive.name in _TOTALS and len(x.parts) <= 4:
+            return _accumulated(ctx, eqn, x, _TOTALS[eqn.primitive.name])
         kind = "concatenated" if isinstance(x, Concat) else "looked-up"
         raise NotCovered(f"{eqn.primitive.name} along the {kind} axis")
     if isinstance(x, Concat):
@@ -155,6 +164,25 @@ def in_rows(ctx: Context, eqn: Any, x: Any, *rest: Any, axes: Any = None) -> Any
         bases = found if eqn.primitive.multiple_results else [found]
         out = [at_user_batch(ctx, eqn, y, x.lineage, axis, x.origins) for y in bases]
     return out if eqn.primitive.multiple_results else out[0]
+
+
+#: What joins a total to what is accumulated after it.
+_TOTALS: dict[str, Callable[..., jax.Array]] = {"cumprod": jnp.multiply, "cumsum": jnp.add}
+
+
+def _accumulated(ctx: Context, eqn: Any, x: Concat, joined: Callable[..., jax.Array]) -> Any:
+    """Accumulates piece by piece: [history, candidate] begins with the history's own values."""
+    axis, step, found, total = x.axis, -1 if eqn.params["reverse"] else 1, list[Any](), None
+    for part in x.parts[::step]:
+        size = part.shape[axis]
+        (own,) = ctx.run_equation(at_shapes(eqn, [part], [part.shape]), [part])
+        if total is not None:
+            like = [jax.ShapeDtypeStruct(y.shape, y.dtype) for y in (own, total)]
+            (own,) = ctx.run_closed(jax.make_jaxpr(joined)(*like), [own, total], eqn)
+        found.append(own)
+        end = 0 if step < 0 else size - 1
+        total = sliced_along(ctx, own, end, end + 1, axis) if size else total
+    return concat(found[::step], axis)
 
 
 def dynamic_slice(ctx: Context, eqn: Any, x: Any, *starts: Any) -> Any:
