@@ -130,12 +130,12 @@ def scan(ctx: Context, eqn: Any, *operands: Any) -> Any:
     """Rewrites a scan, whose carries keep one form in all iterations."""
     jaxpr, (n_consts, n_carry) = eqn.params["jaxpr"], hoisting.scan_counts(eqn.params)
     hoisted = hoisting.split(jaxpr, n_consts, eqn.params["length"])
-    plain = all(map(is_plain, operands)) and ctx.programs.is_plain(jaxpr) and hoisted is None
+    plain = hoisted is None and all(map(is_plain, operands)) and ctx.programs.is_plain(jaxpr)
     end = n_consts + n_carry
     consts, init, xs = [*operands[:n_consts]], [*operands[n_consts:end]], [*operands[end:]]
-    whole = next((x for x in xs if isinstance(x, Concat) and x.axis == 0), None)
-    if whole is not None and len(whole.parts) <= 4:  # Each piece is a loop.
-        return _by_pieces(ctx, eqn, whole, consts, init, xs)
+    wholes = [x for x in xs if isinstance(x, Concat) and x.axis == 0]
+    if wholes and len(wholes[0].parts) <= 4:  # Each piece is a loop.
+        return _by_pieces(ctx, eqn, wholes[0], consts, init, xs)
     if hoisted is not None:
         first, jaxpr = hoisted
         origins = frozenset({ctx.recorder.found(eqn, "values of every iteration", False)})

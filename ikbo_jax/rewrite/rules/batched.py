@@ -17,7 +17,7 @@ from ikbo_jax.rewrite.values.lineage import Lineage, base_of, has_lineage
 def batched_product(
     ctx: Context, eqn: Any, lhs: Any, rhs: Any, preferred: Any
 ) -> tuple[jax.Array, tuple[int, ...], Lineage | None, int]:
-    """Multiplies with batch dimensions: base, shape, lineage and axis of a `Lazy`."""
+    """Multiplies: base, shape, lineage and axis of a `Lazy`."""
     (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dims_of(eqn)
     # Every dimension gets a label. If one operand has size 1 in a batch dimension, this operand is
     # squeezed, and the dimension is a free dimension of the other operand.
@@ -25,15 +25,16 @@ def batched_product(
         labels_of("l", lhs, lhs_contract, lhs_batch),
         labels_of("r", rhs, rhs_contract, rhs_batch),
     ]
-    sizes = dict(zip(labels[0] + labels[1], shape_of(lhs) + shape_of(rhs), strict=True))
-    wanted = [f"b{n}" for n in range(len(lhs_batch))]
-    wanted += [label for label in labels[0] + labels[1] if label[0] in "lr"]
+    every = labels[0] + labels[1]
+    sizes = dict(zip(every, shape_of(lhs) + shape_of(rhs), strict=True))
+    wanted = [f"b{n}" for n in range(len(lhs_batch))] + [x for x in every if x[0] in "lr"]
     looked_up = {
         own[x.axis]: x.lineage for own, x in zip(labels, (lhs, rhs), strict=True) if has_lineage(x)
     }
-    arrays = bases = [base_of(lhs), base_of(rhs)]
+    arrays = [base_of(lhs), base_of(rhs)]
     if lhs_batch:
-        arrays = [_repeated(bases[n], bases[1 - n], labels[n], labels[1 - n]) for n in (0, 1)]
+        both = zip(arrays, arrays[::-1], labels, labels[::-1], strict=True)
+        arrays = [_repeated(*sides) for sides in both]
     for side, array in enumerate(arrays if lhs_batch else ()):
         ones = [
             d
@@ -55,7 +56,8 @@ def batched_product(
     missing = [label for label in wanted if label not in of_out]
     if missing:
         out = staged.expand_dims(out, range(len(missing)))
-    out = staged.transpose(out, [(missing + of_out).index(label) for label in wanted])
+    if (order := missing + of_out) != wanted:
+        out = staged.transpose(out, [order.index(label) for label in wanted])
     shape = tuple([sizes[label] for label in wanted])
     axis = min([wanted.index(label) for label in looked_up if label in wanted], default=-1)
     return out, shape, looked_up[wanted[axis]] if axis >= 0 else None, axis

@@ -127,9 +127,8 @@ def elementwise_to(ctx: Context, eqn: Any, shape: tuple[int, ...], operands: Any
     if (found := _of_one_batch(ctx, eqn, shape, operands)) is not None:
         return found
     operands = [x if isinstance(x, Deferred) else narrowed(x) for x in operands]
-    first = next((x for x in operands if isinstance(x, Concat)), None)
-    if first is not None:
-        return _over_parts(ctx, eqn, first, shape, operands)
+    if concats := [x for x in operands if isinstance(x, Concat)]:
+        return _over_parts(ctx, eqn, concats[0], shape, operands)
     operands = lineage.aligned(operands)
     value_lineage, axis, differ = common_lineage(operands)
     if differ and all(x.axis == axis for x in operands if has_lineage(x)):

@@ -61,8 +61,8 @@ def may_run_before(eqn: core.JaxprEqn) -> bool:
     if split(body, consts, eqn.params["length"]) is not None:
         return True
     scanned = tuple(body.invars[consts + carries :])
-    has_index = any(is_index(v.aval) for v in scanned)
-    return has_index and split_by_rows(body, consts, scanned) is not None
+    indices = [v for v in scanned if is_index(v.aval)]
+    return bool(indices) and split_by_rows(body, consts, scanned) is not None
 
 
 def is_index(x: Any) -> bool:
