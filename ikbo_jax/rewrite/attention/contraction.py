@@ -91,8 +91,9 @@ def product(
 
     `preferred` is the result's dtype, None for the equation's; `became` is a text for the report.
     """
-    (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dims_of(eqn)
-    lhs, rhs = _of_one_lookup(ctx, lhs, rhs, zip(lhs_batch, rhs_batch, strict=True))
+    dims = (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dims_of(eqn)
+    if lhs_batch:
+        lhs, rhs = _of_one_lookup(ctx, lhs, rhs, zip(lhs_batch, rhs_batch, strict=True))
     lhs, rhs = lineage.spread_axes(lhs, lhs_contract), lineage.spread_axes(rhs, rhs_contract)
     reason = "product that sums over the looked-up axis"
     if lineage.has_lineage(lhs) and lhs.axis in lhs_contract:
@@ -100,7 +101,7 @@ def product(
     if lineage.has_lineage(rhs) and rhs.axis in rhs_contract:
         rhs = ctx.materialise(eqn, rhs, reason)
     lhs, rhs = at_one_batch(ctx, eqn, lhs, rhs, lhs_batch, rhs_batch)
-    out, shape, value_lineage, axis = batched_product(ctx, eqn, lhs, rhs, preferred)
+    out, shape, value_lineage, axis = batched_product(ctx, eqn, lhs, rhs, dims, preferred)
     origins = lineage.origins_of(lhs, rhs)
     if lineage.is_at_least(math.prod(shape) - math.prod(out.shape), 1):
         ctx.recorder.saved(eqn, origins, became or "product at the smaller batch", True)

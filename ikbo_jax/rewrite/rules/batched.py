@@ -15,10 +15,10 @@ from ikbo_jax.rewrite.values.lineage import Lineage, base_of, has_lineage
 
 
 def batched_product(
-    ctx: Context, eqn: Any, lhs: Any, rhs: Any, preferred: Any
+    ctx: Context, eqn: Any, lhs: Any, rhs: Any, dims: Any, preferred: Any
 ) -> tuple[jax.Array, tuple[int, ...], Lineage | None, int]:
-    """Multiplies: base, shape, lineage and axis of a `Lazy`."""
-    (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dims_of(eqn)
+    """Multiplies: base, shape, lineage and axis of a `Lazy`; `dims` are those of `dims_of`."""
+    (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dims
     # Every dimension gets a label. If one operand has size 1 in a batch dimension, this operand is
     # squeezed, and the dimension is a free dimension of the other operand.
     labels = [

@@ -61,8 +61,9 @@ def may_run_before(eqn: core.JaxprEqn) -> bool:
     if split(body, consts, eqn.params["length"]) is not None:
         return True
     scanned = tuple(body.invars[consts + carries :])
-    indices = [v for v in scanned if is_index(v.aval)]
-    return bool(indices) and split_by_rows(body, consts, scanned) is not None
+    indices = tuple([v for v in scanned if is_index(v.aval)])
+    chosen = scanned if [v for v in indices if v.aval.ndim] else indices
+    return bool(indices) and split_by_rows(body, consts, chosen) is not None
 
 
 def is_index(x: Any) -> bool:
