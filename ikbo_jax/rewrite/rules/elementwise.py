@@ -310,9 +310,8 @@ def _is_candidate_batch(first: Concat, operands: Any) -> bool:
 
 def concat(parts: list[Any], axis: int) -> Any:
     """Concatenates parts: an array if all parts are arrays."""
-    if not any(isinstance(x, Deferred) for x in parts):
-        return staged.concatenate(parts, axis)
-    return Concat(tuple(parts), axis)
+    deferred = [x for x in parts if isinstance(x, Deferred)]
+    return Concat(tuple(parts), axis) if deferred else staged.concatenate(parts, axis)
 
 
 def transpose(ctx: Context, eqn: Any, x: Any) -> Any:
