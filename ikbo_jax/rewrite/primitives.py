@@ -18,6 +18,7 @@ from ikbo_jax.rewrite.rules import (
     reshaped_rules,
     row_rules,
     sources,
+    taken,
     variants,
 )
 from ikbo_jax.rewrite.values.equations import grows
@@ -44,7 +45,7 @@ LAZY: dict[str, Rule] = {
     "look_up": sources.look_up,
     "optimization_barrier": elementwise.optimization_barrier,
     "pad": row_rules.pad,
-    "reshape": reshape.reshape,
+    "reshape": taken.reshape_parts,
     "rev": row_rules.rev,
     **dict.fromkeys(SCATTERS, row_rules.scatter),
     "slice": elementwise.slice_,
@@ -116,6 +117,16 @@ SPLIT: dict[str, Rule] = RESHAPED | {
     "stack": reshaped_rules.stack,
     "unstack": reshaped_rules.unstack,
 }
+#: The rules of concatenations in another order.
+TAKEN: dict[str, Rule] = {
+    **dict.fromkeys(elementwise.ELEMENTWISE, taken.across),
+    **dict.fromkeys(("reduce_max", "reduce_min", "reduce_sum"), taken.in_place),
+    **dict.fromkeys(("broadcast_in_dim", "reshape", "squeeze", "transpose"), taken.in_place),
+    **{name: LAZY[name] for name in ("cond", "scan", "while")},
+    "concatenate": taken.concatenate,
+    "dot_general": taken.dot_general,
+    "gather": taken.gather,
+}
 
 #: The rules of logits, exponentials, their sums, and weights.
 SCORES: dict[str, Rule] = {
@@ -156,4 +167,5 @@ def register_all() -> None:
         register_rule(name, rule, source=name in ON_ARRAYS, arrays=arrays)
     register_rules_of("merged", MERGED)
     register_rules_of("split", SPLIT)
+    register_rules_of("taken", TAKEN)
     register_rules_of("scores", SCORES)

@@ -56,13 +56,10 @@ def copy_from(first: int, source: Any, target: Any, shared: Any, barrier: Any) -
     plgpu.wait_smem_to_gmem(0)
 
 
-def test_copies_read_zeros_past_the_end(sm90: emulator.Emulator) -> None:
+def test_copies_read_zeros_past_the_end_and_begin_at_16_bytes(sm90: emulator.Emulator) -> None:
     out = run(sm90, functools.partial(copy_from, 24), numbers(40))
     np.testing.assert_array_equal(out[:, :16], numbers(40)[:, 24:])
     np.testing.assert_array_equal(out[:, 16:], 0)
-
-
-def test_copy_that_begins_between_16_bytes_traps(sm90: emulator.Emulator) -> None:
     with pytest.raises(jax.errors.JaxRuntimeError, match="begins 12 bytes past a multiple of 16"):
         run(sm90, functools.partial(copy_from, 3), numbers(64))
 
@@ -81,14 +78,11 @@ def test_store_by_tma_of_what_threads_wrote(sm90: emulator.Emulator) -> None:
     np.testing.assert_array_equal(run(sm90, body, numbers()), 2 * numbers())
 
 
-def test_missing_proxy_fence_is_found(sm90: emulator.Emulator) -> None:
+def test_missing_proxy_fence_or_barrier_of_a_warpgroup_is_found(sm90: emulator.Emulator) -> None:
+    """One thread issues the copy, while other warps may not have written yet."""
     barrier = lambda: mosaic.named_barrier("sync", jnp.int32(4), WARPGROUP_SIZE)  # noqa: E731
     body = functools.partial(double, fence=barrier, wait=True)
     assert np.isnan(run(sm90, body, numbers())).all()
-
-
-def test_missing_barrier_of_a_warpgroup_is_found(sm90: emulator.Emulator) -> None:
-    """One thread issues the copy, while other warps may not have written yet."""
     body = functools.partial(double, fence=mosaic.fence_accesses, wait=True)
     assert any(np.isnan(run(sm90, body, numbers(), seed)).any() for seed in range(4))
 

@@ -259,6 +259,8 @@ def test_other_values_than_arrays_are_passed_to_what_is_timed() -> None:
 
 def test_numbers_of_numpy_are_integers_and_shapes_are_no_weights() -> None:
     assert ikbo.benchmark(jnp.sin, jnp.ones(2), rounds=np.int64(1), window_s=0.001).ms > 0
+    ikbo.debug.check_index(INDEX, np.int64(1))
+    ikbo.debug.check_offsets(OFFSETS, np.int32(5), np.int32(3))
     with pytest.raises(ValueError, match="pad_weight takes arrays, but one is a ShapeDtypeStruct"):
         ikbo.pad_weight(jax.ShapeDtypeStruct((2, 3), jnp.bfloat16))
 
@@ -266,8 +268,8 @@ def test_numbers_of_numpy_are_integers_and_shapes_are_no_weights() -> None:
 @pytest.mark.parametrize("size", ["2", None, 2.0, True, -1, np.ones((1, 1))])
 def test_sizes_of_checks_are_integers(size: Any) -> None:
     def message(name: str) -> str:
-        known = "" if size == -1 else ", known while tracing"
-        return re.escape(f"{name} must be an integer of at least 0{known}, but is {size!r}")
+        end = f"{', known while tracing' * (size != -1)}, but is {size!r}"
+        return re.escape(f"{name} must be an integer of at least 0{end}")
 
     with pytest.raises(ValueError, match=message("num_users")):
         ikbo.debug.check_index(INDEX, size)
@@ -278,11 +280,6 @@ def test_sizes_of_checks_are_integers(size: Any) -> None:
     if size is not None:
         with pytest.raises(ValueError, match=message("max_seqlen")):
             ikbo.debug.check_offsets(OFFSETS, 5, size)
-
-
-def test_numpy_s_sizes_are_welcome() -> None:
-    ikbo.debug.check_index(INDEX, np.int64(1))
-    ikbo.debug.check_offsets(OFFSETS, np.int32(5), np.int32(3))
 
 
 def check_targets(both: Any) -> None:

@@ -76,22 +76,17 @@ def test_pytrees_static_arguments_keywords_and_results_that_are_no_arrays() -> N
     close(jitted((A.w,), batch, jnp.tanh, scale=jnp.float32(2)), scaled)
 
 
-def test_numpy_arguments_and_closed_over_arrays() -> None:
+def test_arguments_may_be_numpy_s_dtypes_or_closed_over_and_need_not_be_arrays() -> None:
     def closed(user):
         return jnp.concatenate([user[np.asarray(A.index)], A.cand], axis=1) @ A.w
 
     close(ikbo.rewrite(closed)(np.asarray(A.user)), closed(A.user))
     assert "product by parts" in became(closed, A.user)
 
-
-def test_dtypes_as_arguments_are_no_arrays() -> None:
     def cast(user, index, dtype):
         return (user[index] @ A.w_user).astype(dtype)
 
     assert ikbo.rewrite(cast)(A.user, A.index, np.float16).dtype == np.float16
-
-
-def test_no_arrays_at_all() -> None:
     assert ikbo.rewrite(lambda x: {"x": x})("a") == {"x": "a"}
 
 

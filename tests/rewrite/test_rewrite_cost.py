@@ -138,19 +138,16 @@ def test_features_that_constants_select_keep_xlas_gradient_in_float32(monkeypatc
 
     gradients = [jax.grad(lambda *x, f=f: f(*x).sum(), (0, 1)) for f in (ikbo.rewrite(fn), fn)]
     args = program.arguments()
-    # Three are of users, by their fields, and by the two layers of their gates.
+    # Four are of users: of their fields, their products, and the two layers of their gates.
     sums = str(jax.make_jaxpr(gradients[0])(*args)).count("ikbo_row_sums")
-    assert sums == (7 if dtype == "bfloat16" else 3)
+    assert sums == (6 if dtype == "bfloat16" else 4)
     if dtype == "float32":
         assert_same_up_to_rounding(*(jax.jit(g)(*args) for g in gradients), 1e-4)
 
 
 def test_on_a_gpu_selected_features_have_a_price(monkeypatch) -> None:
-    """As FiBiNET's pairs of fields, most of its time, which the rewriting takes of two values."""
+    """As pairs of fields, which may take most of the time."""
     monkeypatch.setattr(cost, "on_gpu", lambda: True)
-    large = Program("fibinet", 1, "float32")
-    (report,) = ikbo.explain(ikbo.rewrite(large.scores), *large.shapes).notes
-    assert "it would take as long on a GPU" in report.reason
 
     def matrices(user, cand, index, w):
         x = jnp.concatenate([user[index], cand], axis=1)
@@ -190,22 +187,19 @@ def test_on_a_gpu_a_product_with_vectors_looks_up_for_itself(monkeypatch) -> Non
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("model", MODELS)
-def test_the_estimate_is_what_xla_counts(model) -> None:
-    program = Program(model, SIZES, "float32")
-    args = program.shapes
-    (report,) = ikbo.explain(ikbo.rewrite(program.scores), *args).notes
-    if not report.changed:
-        assert model in ("fibinet", "wukong")
-        return
-    compiled = [
-        jax.jit(fn).lower(*args).compile() for fn in (program.scores, ikbo.rewrite(program.scores))
-    ]
+def test_the_estimate_is_what_xla_counts(model, dtype) -> None:
+    program = Program(model, SIZES, dtype)
+    args, programs = program.shapes, (program.scores, ikbo.rewrite(program.scores))
+    (report,) = ikbo.explain(programs[1], *args).notes
+    assert report.changed
+    compiled = [jax.jit(fn).lower(*args).compile() for fn in programs]
     before, after = (x.cost_analysis()["bytes accessed"] for x in compiled)
     shares = (before - after) / before, report.bytes_saved / report.costs.original.nbytes
     assert shares[0] * shares[1] > 0
-    # XLA counts no more than the largest loops' bodies once, and ops by what replaces them here.
-    assert abs(shares[0] - shares[1]) < 0.2, shares
+    # Pairs of fields in 16 bits: the model counts too few of the copies in another order.
+    assert abs(shares[0] - shares[1]) < (0.15 if model == "fibinet" else 0.06), shares
 
 
 def test_a_loop_computes_again_what_reductions_read_from_memory() -> None:

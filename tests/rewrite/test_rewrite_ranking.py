@@ -18,6 +18,7 @@ SAVED = {
     "dcn_low_rank": 0.3,
     "xdeepfm": 0.17,
     "masknet": 0.43,
+    "fibinet": 0.42,
     "mmoe": 0.86,
     "ple": 0.72,
     "two_tower": 0.77,
@@ -48,7 +49,7 @@ def test_models_of_the_examples(name, monkeypatch):
             assert_same_up_to_rounding(computed(of(fn), *args), original, 5e-5)
     report = report_of(program.scores, *args)
     assert share_saved(program.scores, *args) >= SAVED.get(name, 0), report
-    assert report.changed == (name != "fibinet"), report
+    assert report.changed, report
 
 
 def test_the_example_prints_its_reports(capsys):

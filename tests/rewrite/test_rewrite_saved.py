@@ -76,6 +76,8 @@ def test_what_is_said_to_be_saved_is_what_xla_counts(fn, candidates, users, shap
     [
         "fields_concatenated_and_flattened",
         "dlrm",
+        "concatenated_copies",
+        "field_weighted_pairs_by_a_sum",
         "compression_of_one_user",
         "column_set_to_the_candidates",
         "din_tiled",

@@ -32,11 +32,9 @@ SPELLINGS: dict[str, Callable[[Any, Any], Any]] = {
     "index": lambda x, i: x[i],
     "take": lambda x, i: jnp.take(x, i, axis=0, mode="clip"),
     "filled": lambda x, i: jnp.take(x, i, axis=0),
-    "at": lambda x, i: x.at[i].get(mode="clip"),
     "vmap": lambda x, i: jax.vmap(lambda j: x[j])(i),
     "vmap_over_both": lambda x, i: jax.vmap(lambda y, j: y[j], in_axes=(None, 0))(x, i),
     "vmap_of_slots": lambda x, i: jax.vmap(lambda j: x[j], in_axes=-1, out_axes=-2)(i),
-    "nested_vmap": lambda x, i: jax.vmap(jax.vmap(lambda j: x[j]))(i),
     "embed": lambda x, i: nn.Embed(U, D).apply({"params": {"embedding": x}}, i),
     "one_hot": lambda x, i: jax.nn.one_hot(i, U) @ x,
     "one_hot_dot": lambda x, i: jnp.einsum("ud,rtu->rtd", x, jax.nn.one_hot(i, U)),
@@ -179,7 +177,7 @@ ATTENTION: dict[str, tuple[Callable[..., Any], str]] = {
 
 @pytest.mark.parametrize("name", ATTENTION)
 def test_attention_of_requests(name: str) -> None:
-    """By `vmap`, between dimensions in another order, and of some slots."""
+    """By `vmap`, between dimensions in another order, of some slots, and of fewer in a loop."""
     of_rows, op = ATTENTION[name]
 
     def by_vmap(history: Any, index: Any, cand: Any) -> Any:
@@ -189,7 +187,11 @@ def test_attention_of_requests(name: str) -> None:
         keys = history[index].swapaxes(0, 1)[1:]
         return jax.vmap(of_rows)(keys, cand.swapaxes(0, 1)[1:])
 
-    for fn in (by_vmap, by_slot):
+    def in_turns(history: Any, index: Any, cand: Any) -> Any:
+        few = index[:, : U - 1], cand[:, : U - 1]
+        return lax.map(lambda x: of_rows(jnp.take(history, x[0], axis=0), x[1]), few)
+
+    for fn in (by_vmap, by_slot, in_turns):
         assert f"-> {op}" in report_of(fn, HISTORY, INDEX, CAND).details
         check_values_and_gradients(fn, HISTORY, INDEX, CAND, bound=3e-5)
 

@@ -97,24 +97,6 @@ def dlrm(user_fields, cand_fields, index, w_pairs, w_top):
     return jax.nn.relu(x @ w_pairs) @ w_top
 
 
-@layout("user_fields cand_fields index w_pairs w_top", 0.49)
-def dlrm_of_stacked_fields(user_fields, cand_fields, index, w_pairs, w_top):
-    users = user_fields[index]
-    fields = [users[:, n] for n in range(F_USER)] + [cand_fields[:, n] for n in range(F_CAND)]
-    stacked = jnp.stack(fields, axis=1)
-    pairs = stacked @ stacked.transpose(0, 2, 1)
-    flat = pairs.reshape(B, F * F)[:, ROWS * F + COLUMNS]
-    return jax.nn.relu(jnp.concatenate([fields[0], flat], axis=1) @ w_pairs) @ w_top
-
-
-@layout("user_fields cand_fields index w_pairs w_top", 0.49)
-def dlrm_of_sliced_pairs(user_fields, cand_fields, index, w_pairs, w_top):
-    fields = jnp.concatenate([user_fields[index], cand_fields], axis=1)
-    pairs = jnp.einsum("bfd,bgd->bfg", fields, fields) * D**-0.5
-    x = jnp.concatenate([fields[:, 0], *(pairs[:, n, :n] for n in range(1, F))], axis=1)
-    return jax.nn.relu(x @ w_pairs) @ w_top
-
-
 @layout("user_fields cand_fields index w_pairs w_top", 0.59)
 def dlrm_of_masked_pairs(user_fields, cand_fields, index, w_pairs, w_top):
     fields = jnp.concatenate([user_fields[index], cand_fields], axis=1)
@@ -130,8 +112,8 @@ def dlrm_of_masked_pairs(user_fields, cand_fields, index, w_pairs, w_top):
 def dlrm_of_alternating_fields(user_fields, cand_fields, index, w_pairs, w_top):
     users, parts = user_fields[index], []
     for n in range(F_CAND):
-        parts += [users[:, 2 * n : 2 * n + 2], cand_fields[:, n : n + 1]]
-    fields = jnp.concatenate(parts, axis=1)
+        parts += [users[:, 2 * n], users[:, 2 * n + 1], cand_fields[:, n]]
+    fields = jnp.stack(parts, axis=1)
     pairs = jnp.einsum("bfd,bgd->bfg", fields, fields)
     x = jnp.concatenate([fields[:, 0], pairs[:, ROWS, COLUMNS]], axis=1)
     return jax.nn.relu(x @ w_pairs) @ w_top
@@ -224,7 +206,8 @@ def concatenated_in_a_map_over_indices(user, cand, index, w_first, w_out):
 @layout("people items w_first w_out", 0.89)
 def grid_by_nested_vmap(people, items, w_first, w_out):
     def score(user, item):
-        return (jax.nn.relu(jnp.concatenate([user, item]) @ w_first) @ w_out)[0]
+        x = jnp.concatenate([user, item])
+        return lax.cond(item[0] > 0, lambda: (jax.nn.relu(x @ w_first) @ w_out)[0], lambda: 0.0)
 
     return jax.vmap(lambda u: jax.vmap(lambda i: score(u, i))(items))(people)
 
@@ -310,6 +293,13 @@ def rnn_in_a_fori_loop(history, index, w_state):
 @layout("history index w_state", 0.93)
 def rnn_in_a_while_loop(history, index, w_state):
     return _rnn(history[index], w_state, "while")
+
+
+@layout("history cand index w_state", 0.93)
+def candidates_in_a_while_loop(history, cand, index, w_state):
+    last = history[index, -1]
+    step = lambda c: (c[0] + 1, jnp.tanh(last @ w_state[:D, :D] + c[1]))  # noqa: E731
+    return lax.while_loop(lambda c: c[0] < S, step, (0, cand))[1]
 
 
 @layout("history cand index w_state", 0.93)

@@ -83,7 +83,7 @@ ROW_STEPS = (
     "jnp.pad(jnp.concatenate([c, x], 1), ((0, 1), (0, 0)))[1:] @ w2",
     # Loops and windows, along rows and across them.
     "lax.map(lambda a: jnp.tanh(u[a[0]] @ w) + a[1], (i, x))",
-    "lax.map(lambda a: jnp.tanh(jnp.take(u, a[0], axis=0) @ w) + a[1], (j, x))",
+    "lax.map(lambda a: sum(jnp.tanh(jnp.take(u, a[0], axis=0) @ w) for _ in 'ab') + a[1], (j, x))",
     "lax.map(lambda a: jnp.tanh(a @ w) @ w, ROWS(u)) + x",
     "lax.scan(lambda h, n: (u[n], jnp.tanh((u[n] + h) @ w)), c[0], i)[1] + x",
     "lax.fori_loop(0, 2, lambda n, h: jnp.tanh(h @ w + x), jnp.zeros_like(x))",

@@ -62,6 +62,7 @@ def _changed(x: Scores, eqn: Any, operands: Any, other: Any = None, **changes: A
 
 def _by_user(x: Scores, other: Any) -> jax.Array:
     """Returns a factor or mask of weights as [users, keys, *heads], with 1 in place of a size."""
+    _, (other,) = x.aligned(other)
     base, root = base_of(other), x.root
     if not is_plain(base) or np.ndim(base) != len(x.labels):
         raise NotCovered(f"attention is not recognised: {x.stage} changed by another value")
@@ -96,18 +97,18 @@ def product(ctx: Context, eqn: Any, x: Any, y: Any) -> Any:
         return score_factors.scaled(ctx, eqn, x, y)
     if number is not None:
         return _scaled(at, eqn, (x, y), number)
-    cast = ctx.scope.cast_mask(other)
-    whole = cast is not None and shape_of(other) == at.shape
+    whole = shape_of(other) == at.shape and ctx.scope.cast_mask(other) is not None
+    is_mask = (proofs.possible_values(ctx, other) or {math.nan}) <= {0.0, 1.0}
     if at.stage == "exp":
-        values = proofs.possible_values(ctx, other)
-        if values is None or not values <= {0.0, 1.0}:
+        if not is_mask:
             raise NotCovered("attention is not recognised: exp scaled by another value")
         return _masked_exponential(ctx, at, eqn, (x, y), other, whole)
+    at, _ = at.aligned(other)
     if whole:
         found = (*_weights_of(at).masks, _mask(ctx, at, other))
         return _changed(at, eqn, (x, y), other, masks=found)
-    factors = (*_weights_of(at).factors, _by_user(at, other))
-    return _changed(at, eqn, (x, y), other, factors=factors)
+    factor = _by_user(at, other) != 0 if is_mask else _by_user(at, other)
+    return _changed(at, eqn, (x, y), other, factors=(*_weights_of(at).factors, factor))
 
 
 def _hidden_again(ctx: Context, eqn: Any, operands: Any, x: Scores, mask: Any) -> Scores:
@@ -147,6 +148,7 @@ def select(ctx: Context, eqn: Any, which: Any, *cases: Any) -> Any:
         if not keeps:
             raise NotCovered("attention is not recognised: its exp are masked by a value")
         return _masked_exponential(ctx, x, eqn, operands, which, True)
+    x, _ = x.aligned(which)
     mask = _mask(ctx, x, which)
     mask = mask if keeps else Fill(0.0, kept=~mask.kept)
     weights = _weights_of(x)
@@ -303,7 +305,8 @@ def quotient(ctx: Context, eqn: Any, x: Any, y: Any) -> Any:
     number = constant(ctx, y)
     if number is not None:
         return _scaled(x, eqn, (x, y), math.nan if number == 0 else 1 / number)
-    return _changed(x, eqn, (x, y), y, factors=(*_weights_of(x).factors, 1 / _by_user(x, y)))
+    at, _ = x.aligned(y)
+    return _changed(at, eqn, (x, y), y, factors=(*_weights_of(at).factors, 1 / _by_user(at, y)))
 
 
 def _over_their_sum(x: Scores, eqn: Any, y: Scores) -> Scores:

@@ -6,7 +6,6 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -18,8 +17,9 @@ from ikbo_jax.rewrite.interpret import Context, shape_of
 from ikbo_jax.rewrite.report import cost
 from ikbo_jax.rewrite.rules import one_hot, reselect, sums
 from ikbo_jax.rewrite.rules.batched import at_one_batch, batched_product, dims_of
-from ikbo_jax.rewrite.rules.concatenation import of_one_lineage, without_padding
-from ikbo_jax.rewrite.rules.elementwise import concat, of_one_user, slice_along
+from ikbo_jax.rewrite.rules.concatenation import without_padding
+from ikbo_jax.rewrite.rules.elementwise import concat, of_one_user
+from ikbo_jax.rewrite.rules.taken import in_groups, sorted_by_lookup, taken
 from ikbo_jax.rewrite.values import lineage, staged
 from ikbo_jax.rewrite.values.lineage import Concat, Deferred, Lazy, Lineage
 from ikbo_jax.rewrite.values.registry import NotCovered
@@ -34,15 +34,14 @@ def dot_general(ctx: Context, eqn: Any, lhs: Any, rhs: Any) -> Any:
         return rows
     if lineage.is_plain(lhs) and lineage.is_plain(rhs):
         return ctx.bind(eqn, lhs, rhs)
-    if isinstance(lhs, Concat) or isinstance(rhs, Concat):
-        found = _blocks(ctx, eqn, lhs, rhs)
-        if found is not None:
-            return found
-    if all(isinstance(x, Concat) and _is_looked_up(x) for x in (lhs, rhs)):
-        raise NotCovered("product of two concatenations")
-    if isinstance(lhs, Concat) or isinstance(rhs, Concat):
-        return _of_concat(ctx, eqn, lhs, rhs)
     _, batch = eqn.params["dimension_numbers"]
+    if isinstance(lhs, Concat) or isinstance(rhs, Concat):
+        if batch[0] and products.has_default_precision(eqn):
+            found = blocks.start(ctx, eqn, lhs, rhs, functools.partial(_whole, eqn, lhs, rhs))
+            if found is not None:
+                return found
+        both = all(isinstance(x, Concat) and _is_looked_up(x) for x in (lhs, rhs))
+        return (_of_concats if both else _of_concat)(ctx, eqn, lhs, rhs)
     if not batch[0]:
         return product(ctx, eqn, lhs, rhs)
     lhs, rhs = _of_one_lookup(ctx, lhs, rhs, zip(*batch, strict=True))
@@ -52,26 +51,28 @@ def dot_general(ctx: Context, eqn: Any, lhs: Any, rhs: Any) -> Any:
     return product(ctx, eqn, lhs, rhs) if scores is None else scores
 
 
+def _whole(eqn: Any, lhs: Any, rhs: Any, ctx: Context) -> Any:
+    """Multiplies two values that are materialised."""
+    reason = "product of two concatenations"
+    return ctx.bind(eqn, *(ctx.materialise(eqn, x, reason) for x in (lhs, rhs)))
+
+
+def _of_concats(ctx: Context, eqn: Any, lhs: Concat, rhs: Concat) -> Any:
+    """Multiplies two concatenations part by part: along a batch axis, or a summed one."""
+    contract, batch = (list(zip(*dims, strict=True)) for dims in dims_of(eqn))
+    axes, pairs = (lhs.axis, rhs.axis), list(zip(lhs.parts, rhs.parts, strict=False))
+    if lhs.sizes != rhs.sizes or axes not in (*contract, *batch):
+        raise NotCovered("product of two concatenations")
+    if axes in contract:
+        return _sum_of_products(ctx, eqn, True, pairs)
+    return concat([product(ctx, eqn, *pair) for pair in pairs], batch.index(axes))
+
+
 def _is_looked_up(x: Concat) -> bool:
     """Whether a part of a concatenation is more than an array or a broadcast one."""
     return any(
         isinstance(part, Deferred) and not lineage.is_only_broadcast(part) for part in x.parts
     )
-
-
-def _blocks(ctx: Context, eqn: Any, lhs: Any, rhs: Any) -> Any:
-    """Returns the scores of tokens of users and candidates; None for another product."""
-    _, (batch, _) = eqn.params["dimension_numbers"]
-    if not batch or not products.has_default_precision(eqn):
-        return None
-
-    def plain_product(scope: Context) -> jax.Array:
-        reason = "product of two concatenations"
-        out = scope.bind(eqn, *(scope.materialise(eqn, x, reason) for x in (lhs, rhs)))
-        assert isinstance(out, jax.Array)
-        return out
-
-    return blocks.start(ctx, eqn, lhs, rhs, plain_product)
 
 
 def _of_one_lookup(ctx: Context, lhs: Any, rhs: Any, pairs: Any) -> Sequence[Any]:
@@ -88,11 +89,11 @@ def product(
 ) -> Any:
     """Multiplies two values, arrays or `Lazy`, at the smallest batch that both of them allow.
 
-    `preferred` is the result's dtype (None for the equation's); `became` is the text for the
-    report.
+    `preferred` is the result's dtype, None for the equation's; `became` is a text for the report.
     """
-    (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dims_of(eqn)
-    lhs, rhs = _of_one_lookup(ctx, lhs, rhs, zip(lhs_batch, rhs_batch, strict=True))
+    dims = (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dims_of(eqn)
+    if lhs_batch:
+        lhs, rhs = _of_one_lookup(ctx, lhs, rhs, zip(lhs_batch, rhs_batch, strict=True))
     lhs, rhs = lineage.spread_axes(lhs, lhs_contract), lineage.spread_axes(rhs, rhs_contract)
     reason = "product that sums over the looked-up axis"
     if lineage.has_lineage(lhs) and lhs.axis in lhs_contract:
@@ -100,18 +101,7 @@ def product(
     if lineage.has_lineage(rhs) and rhs.axis in rhs_contract:
         rhs = ctx.materialise(eqn, rhs, reason)
     lhs, rhs = at_one_batch(ctx, eqn, lhs, rhs, lhs_batch, rhs_batch)
-    if lhs_batch:
-        out, shape, value_lineage, axis = batched_product(ctx, eqn, lhs, rhs, preferred)
-    else:
-        replaced = {} if preferred is None else {"preferred_element_type": preferred}
-        out = ctx.bind(eqn, lineage.base_of(lhs), lineage.base_of(rhs), **replaced)
-        sides = ((lhs, lhs_contract), (rhs, rhs_contract))
-        free = [(x, d) for x, dims in sides for d in range(len(shape_of(x))) if d not in dims]
-        shape = tuple(shape_of(x)[d] for x, d in free)
-        axis = next(
-            (n for n, (x, d) in enumerate(free) if lineage.has_lineage(x) and d == x.axis), -1
-        )
-        value_lineage = free[axis][0].lineage if axis >= 0 else None
+    out, shape, value_lineage, axis = batched_product(ctx, eqn, lhs, rhs, dims, preferred)
     origins = lineage.origins_of(lhs, rhs)
     if lineage.is_at_least(math.prod(shape) - math.prod(out.shape), 1):
         ctx.recorder.saved(eqn, origins, became or "product at the smaller batch", True)
@@ -120,29 +110,20 @@ def product(
 
 def _of_concat(ctx: Context, eqn: Any, lhs: Any, rhs: Any) -> Any:
     """Multiplies with a concatenation, part by part."""
-    (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dims_of(eqn)
     left = isinstance(lhs, Concat) and not (isinstance(rhs, Concat) and _is_looked_up(rhs))
     whole, other = (lhs, rhs) if left else (rhs, lhs)
-    contract, other_contract = (
-        (lhs_contract, rhs_contract) if left else (rhs_contract, lhs_contract)
+    (contract, other_contract), (batch, other_batch) = (
+        dims if left else dims[::-1] for dims in dims_of(eqn)
     )
-    batch, other_batch = (lhs_batch, rhs_batch) if left else (rhs_batch, lhs_batch)
 
     def multiplied(x: Any, y: Any) -> Any:
         return product(ctx, eqn, *((x, y) if left else (y, x)))
 
     if whole.axis in batch:
-        if not lineage.is_plain(other):
-            raise NotCovered("batched product with a concatenation along a batch axis")
         # Each position has its own matrix, such as each token in RankMixer.
         number = batch.index(whole.axis)
-        return concat(
-            [
-                multiplied(part, slice_along(other, start, stop, other_batch[number]))
-                for part, start, stop in whole.pieces()
-            ],
-            number,
-        )
+        axes = [dims[number] for dims in dims_of(eqn)[1]]
+        return in_groups(ctx, eqn, (lhs, rhs), axes, number)
     if not lineage.has_lineage(other) and whole.axis in contract:
         other_axis = other_contract[contract.index(whole.axis)]
         whole, other = without_padding(ctx, whole, other, other_axis)
@@ -164,7 +145,7 @@ def _of_concat(ctx: Context, eqn: Any, lhs: Any, rhs: Any) -> Any:
     split, weights = sums.by_terms(ctx, whole, other, other_axis)
     if split is not whole and _joined(ctx, eqn, split) is split:
         whole, other = split, weights
-    groups = _groups(whole, other, other_axis)
+    groups = _groups(ctx, whole, other, other_axis)
     if len(groups) > 1:
         compressed = _compress(ctx, eqn, left, whole, other, groups)
         if compressed is not None:
@@ -173,7 +154,7 @@ def _of_concat(ctx: Context, eqn: Any, lhs: Any, rhs: Any) -> Any:
         if lineage.is_plain(joined):
             return multiplied(joined, other)
         if joined is not whole:
-            whole, groups = joined, _groups(joined, other, other_axis)
+            whole, groups = joined, _groups(ctx, joined, other, other_axis)
     return _sum_of_products(ctx, eqn, left, groups)
 
 
@@ -228,29 +209,12 @@ def _pays(whole: Concat, out: Any, looked_up: int) -> bool:
     return lineage.is_at_least(cost.femtoseconds(saved), 0)
 
 
-def _groups(whole: Concat, other: Any, other_axis: int) -> list[tuple[Any, Any]]:
-    """Pairs the parts with slices of the other operand, and concatenates parts of one lineage."""
+def _groups(ctx: Context, whole: Concat, other: Any, other_axis: int) -> list[tuple[Any, Any]]:
+    """Pairs the parts of each lineage, concatenated, with their slices of the other operand."""
     other = lineage.spread_axes(other, [other_axis])
-    by_lineage: dict[Any, tuple[list[Any], list[Any]]] = {}
-    for part, start, stop in whole.pieces():
-        key: Any = "plain"
-        if isinstance(part, Lazy):
-            # Parts without a lineage differ by the dimensions that they are broadcast along: in a
-            # grid of users and items, users along the items and items along the users.
-            broadcast = tuple(n == 1 for n in part.base.shape)
-            key = (part.lineage, part.axis) if part.lineage else broadcast
-        parts, slices = by_lineage.setdefault(key, ([], []))
-        parts.append(part)
-        slices.append(slice_along(other, start, stop, other_axis))
-    groups = []
-    for parts, slices in by_lineage.values():
-        if len(parts) > 1 and all(map(lineage.is_plain, slices)):
-            groups.append(
-                (of_one_lineage(parts, whole.axis), staged.concatenate(slices, other_axis))
-            )
-        else:
-            groups += list(zip(parts, slices, strict=True))
-    return groups
+    values, group, _ = sorted_by_lookup(ctx, whole, whole.axis, len(whole.parts) ** 2)
+    at = ((group == n).nonzero()[0] for n in range(len(values)))
+    return [(x, taken(other, own, other_axis)) for x, own in zip(values, at, strict=True)]
 
 
 def _sum_of_products(ctx: Context, eqn: Any, left: bool, groups: Any) -> Any:
@@ -283,18 +247,13 @@ def _compress(
     ctx: Context, eqn: Any, left: bool, whole: Concat, weight: Any, groups: list[tuple[Any, Any]]
 ) -> Any:
     """Computes [M, K] · concat([B, K_user, N], [B, K_cand, N]) by an op; None if it is another."""
-    (lhs_contract, rhs_contract), (lhs_batch, _) = dims_of(eqn)
-    contract = lhs_contract if left else rhs_contract
-    (weight_contract, *_) = rhs_contract if left else lhs_contract
-    if not lineage.is_plain(weight) or lhs_batch or contract != [1] or whole.axis != 1:
+    (contract, (weight_contract, *_)), (batch, _) = (
+        dims if left else dims[::-1] for dims in dims_of(eqn)
+    )
+    if not lineage.is_plain(weight) or batch or contract != [1] or whole.axis != 1:
         return None
-    if len(whole.shape) != 3 or np.ndim(weight) != 2:
-        return None
-    preferred = eqn.params["preferred_element_type"]
-    dtypes = {jnp.dtype(x.dtype) for pair in groups for x in pair}
-    if len(dtypes) != 1 or (preferred is not None and jnp.dtype(preferred) not in dtypes):
-        return None
-    if next(iter(dtypes)) not in DTYPES:
+    dtype, dtypes = eqn.outvars[0].aval.dtype, {x.dtype for pair in groups for x in pair}
+    if len(whole.shape) != 3 or np.ndim(weight) != 2 or dtypes != {dtype} or dtype not in DTYPES:
         return None
     if eqn.params["precision"] not in (None, (lax.Precision.DEFAULT, lax.Precision.DEFAULT)):
         return None

@@ -138,15 +138,19 @@ def masked(ctx: Context, scores: Scores, mask: Any, keeps: bool, fill: Fill) -> 
     by_user = [(x, keep) for x, keep in factors if not differs(x)]
     by_row = [(x, keep, reason) for x, keep in factors if (reason := differs(x))]
     kept, lengths, seen, state = None, None, None, None
+    scores, of_users = scores.aligned(*(x for x, _ in by_user))
+    root = scores.root
     users, keys = root.key.base.shape[:2]
     kinds = [label[0] for label in scores.labels]
+    if KEY not in kinds:
+        raise NotCovered("attention is not recognised: logits of one key are masked")
     dim = kinds.index(KEY)
-    for x, keep in by_user:
+    for x, (_, keep) in zip(of_users, by_user, strict=True):
         base = arranged_array(kept_by(x.base, keep), scores.labels, [(BATCH, 0), (KEY, 0)])
         base = spread(base, (users, keys))
         kept = base if kept is None else kept & base
     if kept is not None and all(masks.keeps_first(ctx, x, keep, dim) for x, keep in by_user):
-        of = (scores.labels, *(keep for _, keep in by_user))
+        of = (scores.labels, users, *(keep for _, keep in by_user))
         lengths = ctx.scope.once(
             ("lengths", *of),
             [x for x, _ in by_user],
@@ -172,6 +176,7 @@ def masked(ctx: Context, scores: Scores, mask: Any, keeps: bool, fill: Fill) -> 
 
 def not_by_user(scores: Scores, value: Any, kinds: Sequence[str]) -> str:
     """Says why a value is not one by user and dimensions of these kinds alone; "" if it is."""
+    scores, (value,) = scores.aligned(value)
     base, axis = base_of(value), value.axis if has_lineage(value) else -1
     if axis >= 0 and (value.lineage is not scores.root.lineage or scores.labels[axis][0] != BATCH):
         return "is not looked up like its keys"
@@ -226,6 +231,8 @@ def biased(
         return scores.then(eqn, operands, root=root)
     if reason := not_by_user(scores, bias, (KEY, HEAD, QUERY)):
         raise NotCovered(f"attention is not recognised: a bias is added that {reason}")
+    scores, (bias,) = scores.aligned(bias)
+    root = scores.root
     base = -base_of(bias) if subtracts else base_of(bias)
     base = grouped(base, scores.labels, [(HEAD, root.heads), (QUERY, root.queries)])
     base, root = spread(base, (*base.shape[:3], root.key.shape[1])), of_masks(root)

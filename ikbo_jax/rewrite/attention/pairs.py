@@ -5,7 +5,6 @@
 fields is computed at user batch, and the others at candidate batch.
 """
 
-import dataclasses
 import functools
 import itertools
 from typing import Any
@@ -20,14 +19,12 @@ from ikbo_jax.rewrite.attention.blocks import Blocks
 from ikbo_jax.rewrite.attention.scores import BATCH, KEY, QUERY, Scores
 from ikbo_jax.rewrite.facts import known, masks
 from ikbo_jax.rewrite.interpret import Context
-from ikbo_jax.rewrite.rules.concatenation import of_one_lineage
-from ikbo_jax.rewrite.rules.elementwise import concat
 from ikbo_jax.rewrite.rules.placing import constant_positions
-from ikbo_jax.rewrite.rules.reshape import reshape_to
+from ikbo_jax.rewrite.rules.reshaped_axes import to_shape
+from ikbo_jax.rewrite.rules.taken import Sorted, in_order, moved, sorted_by_lookup, taken
 from ikbo_jax.rewrite.values import staged
 from ikbo_jax.rewrite.values.lineage import (
     Concat,
-    Deferred,
     Lazy,
     base_of,
     has_lineage,
@@ -35,66 +32,10 @@ from ikbo_jax.rewrite.values.lineage import (
     lazy,
     of_bases,
 )
-from ikbo_jax.rewrite.values.registry import NotCovered, rule_of
+from ikbo_jax.rewrite.values.registry import NotCovered
 
-#: More runs of neighbouring pairs than this become no parts of a concatenation.
-_MOST_RUNS = 128
 #: With more lookups, every field by its own index, the blocks are single products.
 _MOST_BLOCKS = 16
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Pairs(Deferred):
-    """Holds the products of all pairs, flattened: [batch, fields · fields].
-
-    Attributes:
-      scores: the products, maybe set to 0 by masks that the program fixes.
-      product: the products themselves.
-      kept: [fields · fields], False where a mask sets a product to 0.
-    """
-
-    scores: Scores
-    product: Scores
-    kept: np.ndarray
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        batch, rows, columns = self.scores.shape
-        return (batch, rows * columns)
-
-    @property
-    def dtype(self) -> Any:
-        return self.scores.dtype
-
-    @property
-    def origins(self) -> frozenset:
-        return self.scores.origins
-
-    is_computed = True
-
-    def build(self, ctx: Context) -> jax.Array:
-        return staged.reshape(ctx.build(self.scores), self.shape)
-
-    def rule(self, ctx: Context, eqn: Any, operands: Any) -> Any:
-        """Runs an equation that has flattened pairs among its operands."""
-        name = eqn.primitive.name
-        if name == "jit":
-            return ctx.run_closed(eqn.params["jaxpr"], operands, eqn)
-        if name == "gather":
-            return _gather_of_pairs(ctx, eqn, *operands)
-        if name == "reshape" and tuple(eqn.outvars[0].aval.shape) == self.scores.shape:
-            return self.scores
-        primitive_rule = rule_of(name)
-        if primitive_rule is None or any(isinstance(x, Scores) for x in operands):
-            raise NotCovered(f"{name} of products of fields")
-        _, rows, columns = self.scores.shape
-        every = np.stack(np.divmod(np.arange(rows * columns), columns), axis=1)
-        # Several equations may read the pairs, as a norm does.
-        chosen = ctx.scope.once(
-            ("every pair",), [self], lambda: _chosen(ctx, self.product, every, self.kept)
-        )
-        values = [chosen if x is self else x for x in operands]
-        return primitive_rule(ctx, eqn, *values)
 
 
 def reshape(ctx: Context, eqn: Any, x: Scores) -> Any:
@@ -103,7 +44,8 @@ def reshape(ctx: Context, eqn: Any, x: Scores) -> Any:
     shape = tuple(eqn.outvars[0].aval.shape)
     flattens = len(rest) == 2 and 1 not in rest and shape == (batch, rest[0] * rest[1])
     if (found := _masked_product(ctx, x) if flattens else None) is not None:
-        return Pairs(x, found[0], np.broadcast_to(found[1], (1, *rest)).reshape(-1))
+        every = np.stack(np.divmod(np.arange(shape[1]), rest[1]), axis=1)
+        return _chosen(ctx, found[0], every, np.broadcast_to(found[1], (1, *rest)).reshape(-1))
     return changed_weights.reshape(ctx, eqn, x)
 
 
@@ -135,7 +77,7 @@ def _masked_product(ctx: Context, x: Scores) -> tuple[Scores, np.ndarray] | None
     return before and (before[0], before[1] & kept[:1])
 
 
-def _is_product(x: Scores, *, scaled: bool = True) -> bool:
+def _is_product(x: Scores, *, scaled: bool = True, in_order: bool = True) -> bool:
     """Whether scores are a product of rows with rows, maybe times a number, and nothing else.
 
     Both have rows of users: otherwise no product runs at user batch.
@@ -149,7 +91,8 @@ def _is_product(x: Scores, *, scaled: bool = True) -> bool:
         and (scaled or root.scale == 1)
         and root.cap is None
         and not root.fills
-        and x.labels in (((BATCH, 0), (QUERY, 0), (KEY, 0)), ((BATCH, 0), (KEY, 0), (QUERY, 0)))
+        and set(x.labels) == {(BATCH, 0), (QUERY, 0), (KEY, 0)}
+        and (x.labels[0] == (BATCH, 0) or not in_order)
     )
 
 
@@ -159,9 +102,13 @@ def _has_users(x: Any) -> bool:
 
 def gather(ctx: Context, eqn: Any, x: Any, indices: Any) -> Any:
     """Looks constant pairs up."""
-    if not isinstance(x, Scores) or not _is_product(x):
+    if not isinstance(x, Scores) or not _is_product(x, in_order=False):
         raise NotCovered("attention is not recognised: gather of its scores")
-    return _chosen(ctx, x, constant_positions(ctx, eqn, x, indices, (1, 2)))
+    batch = x.labels.index((BATCH, 0))
+    axes = tuple([d for d in range(3) if d != batch])
+    pairs, order = constant_positions(ctx, eqn, x, indices, axes)
+    found = _chosen(ctx, x, pairs)
+    return moved(found, (0, 1) if order[0] == batch else (1, 0))
 
 
 def slice_(ctx: Context, eqn: Any, x: Scores) -> Any:
@@ -171,16 +118,7 @@ def slice_(ctx: Context, eqn: Any, x: Scores) -> Any:
         raise NotCovered(f"attention is not recognised: slice of its {x.stage}")
     fields = [np.arange(n)[cut] for n, cut in zip(x.shape[1:], cuts, strict=True)]
     pairs = np.stack(np.meshgrid(*fields, indexing="ij"), axis=-1).reshape(-1, 2)
-    return reshape_to(ctx, eqn, _chosen(ctx, x, pairs), eqn.outvars[0].aval.shape)
-
-
-def _gather_of_pairs(ctx: Context, eqn: Any, x: Any, indices: Any) -> Any:
-    if not isinstance(x, Pairs):
-        raise NotCovered("lookup by products of fields")
-    positions = constant_positions(ctx, eqn, x, indices, (1,))[:, 0]
-    columns = x.scores.shape[2]
-    pairs = np.stack(np.divmod(positions, columns), axis=1)
-    return _chosen(ctx, x.product, pairs, x.kept[positions])
+    return to_shape(ctx, eqn, _chosen(ctx, x, pairs), eqn.outvars[0].aval.shape)
 
 
 def dot_general(ctx: Context, eqn: Any, lhs: Any, rhs: Any) -> Any:
@@ -197,7 +135,11 @@ def dot_general(ctx: Context, eqn: Any, lhs: Any, rhs: Any) -> Any:
 
 
 def reduce_sum(ctx: Context, eqn: Any, x: Scores) -> Any:
-    """Sums pairs times weights that are the same for all rows, or exponentials."""
+    """Sums pairs, times weights that are the same for all rows or a fixed mask; exponentials."""
+    found = _masked_product(ctx, x) if eqn.params["axes"] == (1, 2) else None
+    if found is not None and _is_product(found[0], scaled=False):
+        kept = np.broadcast_to(found[1], (1, *x.shape[1:]))[0]
+        return _weighted(ctx, eqn, found[0], jnp.asarray(kept, found[0].root.key.dtype))
     made: Any = x.made or (None, ())
     made, operands = made
     pair = [y for y in operands if isinstance(y, Scores)]
@@ -216,7 +158,7 @@ def _weighted(ctx: Context, eqn: Any, x: Scores, weights: jax.Array) -> Any:
     So do field-weighted factorisation machines. Users' fields are multiplied with the weights at
     user batch, also for pairs of a user's and a candidate's field.
     """
-    sides = (rows, _, _), (columns, _, _) = _sides(ctx, x)
+    sides = (rows, *_), (columns, *_) = _sides(ctx, x)
     if len(rows) * len(columns) > _MOST_BLOCKS or weights.dtype != x.root.key.dtype:
         raise NotCovered("weighted products of fields of many lookups")
     at = [[np.flatnonzero(group == n) for n in range(len(values))] for values, group, _ in sides]
@@ -224,23 +166,16 @@ def _weighted(ctx: Context, eqn: Any, x: Scores, weights: jax.Array) -> Any:
     for (m, row), (n, column) in itertools.product(enumerate(rows), enumerate(columns)):
         if is_gram and m > n:
             continue
-        own = _weights_of(weights, at[0][m], at[1][n])
+        own = staged.take(staged.take(weights, at[0][m], 0), at[1][n], 1)
         if is_gram and m < n:
             # The product of two fields is that of the same fields in the other order.
-            own = own + _weights_of(weights, at[0][n], at[1][m]).T
+            own = own + staged.take(staged.take(weights, at[0][n], 0), at[1][m], 1).T
         # [other fields, batch, width]
         first, own, other = (row, own.T, column) if has_lineage(row) else (column, own, row)
         mixed = _product(ctx, x, own, first, (((1,), (1,)), ((), ())))
         numbers = ((0, 2), (1, 2)), ((1,), (0,))
         terms.append(ctx.build(_product(ctx, x, mixed, other, numbers, np.dtype(np.float32))))
     return staged.cast(functools.reduce(jax.lax.add, terms), eqn.outvars[0].aval.dtype)
-
-
-def _weights_of(weights: jax.Array, rows: np.ndarray, columns: np.ndarray) -> jax.Array:
-    """Selects the weights of some rows and columns."""
-    for axis, at in enumerate((rows, columns)):
-        weights = staged.gather_rows(weights, jnp.asarray(at, jnp.int32), axis)
-    return weights
 
 
 def _product(
@@ -251,113 +186,39 @@ def _product(
     return contraction.product(ctx, eqn, lhs, rhs, preferred)
 
 
-def _sides(ctx: Context, scores: Scores) -> list[tuple[list[Any], np.ndarray, np.ndarray]]:
-    """Returns, for rows and columns, a value a lineage, and each field's value and position."""
-    both, sides = (scores.root.query, scores.root.key), []
-    pieces = [x.pieces() if isinstance(x, Concat) else [(x, 0, x.shape[1])] for x in both]
-    fields: dict[Any, int] = {}
-    for part, start, stop in (*pieces[0], *pieces[1]):
-        if has_lineage(part):
-            fields[part.lineage] = fields.get(part.lineage, 0) + stop - start
-    # Of fields that are looked up each by its own index, only the users' stay lookups.
-    most = max(fields, key=lambda x: fields[x], default=None)
-    is_one = len(fields) ** 2 > _MOST_BLOCKS
-    for x, of_side in zip(both, pieces, strict=True):
-        groups: dict[Any, list[tuple[Any, int]]] = {}
-        for part, start, _ in of_side:
-            if is_one and has_lineage(part) and part.lineage is not most:
-                part = ctx.materialise(None, part, "products of fields of many lookups")
-            key = part.lineage if has_lineage(part) else is_plain(part)
-            groups.setdefault(key, []).append((part, start))
-        group, offset = (np.zeros(x.shape[1], np.int64) for _ in range(2))
-        values = []
-        for number, found in enumerate(groups.values()):
-            at = 0
-            for part, first in found:
-                size = part.shape[1]
-                group[first : first + size] = number
-                offset[first : first + size] = np.arange(at, at + size)
-                at += size
-            same = [part for part, _ in found]
-            values.append(same[0] if len(same) == 1 else of_one_lineage(same, 1))
-        sides.append((values, group, offset))
-    # In the order of the scores, so that neighbouring pairs are slices.
-    return sides[:: -1 if scores.labels[1] == (KEY, 0) else 1]
+def _sides(ctx: Context, scores: Scores) -> list[Sorted]:
+    """Returns the fields of rows and columns, one value for each lookup."""
+    sides = [sorted_by_lookup(ctx, x, 1) for x in (scores.root.query, scores.root.key)]
+    # In the order of the scores.
+    is_first = scores.labels.index((KEY, 0)) < scores.labels.index((QUERY, 0))
+    return sides[:: -1 if is_first else 1]
 
 
 def _chosen(ctx: Context, scores: Scores, pairs: np.ndarray, kept: np.ndarray | None = None) -> Any:
-    """Computes the products of these pairs [count, 2]: [batch, count], in runs of one batch.
+    """Computes the products of these pairs [count, 2]: [batch, count].
 
     Products that are not `kept` [count] are 0.
     """
     kept = np.ones(len(pairs), bool) if kept is None else kept
-    sides = ctx.scope.once(("sides",), [scores], lambda: _sides(ctx, scores))
-    (rows, row_group, row_at), (columns, column_group, column_at) = sides
-    groups = list(
-        zip(row_group[pairs[:, 0]].tolist(), column_group[pairs[:, 1]].tolist(), strict=True)
-    )
-    blocks: dict[tuple[int, int], Any] = {}
-    different = dict.fromkeys(itertools.compress(groups, kept))
-    if len(different) > _MOST_BLOCKS:
+    rows, columns = ctx.scope.once(("sides",), [scores], lambda: _sides(ctx, scores))
+    of_rows, of_columns = rows.group[pairs[:, 0]], columns.group[pairs[:, 1]]
+    parts, places = [], []
+    for m, n in itertools.product(range(len(rows.values)), range(len(columns.values))):
+        at = np.flatnonzero((of_rows == m) & (of_columns == n) & kept)
+        if at.size:
+            of_fields = functools.partial(_block, ctx, scores, rows.values[m], columns.values[n])
+            block = ctx.scope.once(("block", m, n), [scores], of_fields)
+            width = columns.values[n].shape[1]
+            first, second = rows.offset[pairs[at, 0]], columns.offset[pairs[at, 1]]
+            parts.append(taken(block, first * width + second, 1))
+            places.append(at)
+    if len(parts) > _MOST_BLOCKS:
         raise NotCovered("products of fields of many lookups")
-    for m, n in different:
-        of_fields = functools.partial(_block, ctx, scores, rows[m], columns[n])
-        blocks[m, n] = ctx.scope.once(("block", m, n), [scores], of_fields)
-    whole, places = _joined(blocks, rows, columns)
-    found = [places[x] if x in places else (0, columns[x[1]].shape[1]) for x in groups]
-    starts, widths = np.array(found, np.int64).reshape(-1, 2).T
-    flat = starts + row_at[pairs[:, 0]] * widths + column_at[pairs[:, 1]]
-    kinds = ["plain" if key in places else key for key in groups]
-    kinds = [x if key in different else "zero" for x, key in zip(kinds, groups, strict=True)]
-    runs = [list(run) for _, run in itertools.groupby(range(len(kinds)), kinds.__getitem__)]
-    if len(runs) > _MOST_RUNS:
-        raise NotCovered("products of fields of user and candidate in turns")
-    parts = []
-    for run in runs:
-        if kinds[run[0]] == "zero":
-            zeros = jnp.asarray(np.zeros((1, len(run)), scores.dtype))
-            parts.append(lazy(zeros, (scores.shape[0], len(run)), None, -1, frozenset()))
-            continue
-        block = whole if kinds[run[0]] == "plain" else blocks[groups[run[0]]]
-        part = _columns(block, flat[run].tolist())
-        if not kept[run].all():
-            part = of_bases(functools.partial(_selected, kept[run][None]), part)
-        parts.append(part)
-    return parts[0] if len(parts) == 1 else concat(parts, 1)
-
-
-def _joined(
-    blocks: dict[tuple[int, int], Any], rows: list[Any], columns: list[Any]
-) -> tuple[Any, dict[tuple[int, int], tuple[int, int]]]:
-    """Concatenates the blocks at candidate batch, row by row, so that few slices are taken of them.
-
-    Returns:
-      Them as [batch, count], and the place of the first product of each block and the number of
-      products from row to row.
-    """
-    of_rows: dict[int, list[int]] = {}
-    for (m, n), block in blocks.items():
-        if is_plain(block):
-            of_rows.setdefault(m, []).append(n)
-    start, places, found = 0, {}, []
-    for m, numbers in of_rows.items():
-        batch, height, _ = rows[m].shape
-        sizes = [columns[n].shape[1] for n in sorted(numbers)]
-        width = sum(sizes)
-        offsets = [start, *(start + x for x in itertools.accumulate(sizes))]
-        places.update(
-            {(m, n): (at, width) for n, at in zip(sorted(numbers), offsets, strict=False)}
-        )
-        parts = [blocks[m, n] for n in sorted(numbers)]
-        if len(parts) > 1:
-            apart = [
-                staged.reshape(x, (batch, height, size))
-                for x, size in zip(parts, sizes, strict=True)
-            ]
-            parts = [staged.reshape(staged.concatenate(apart, 2), (batch, height * width))]
-        found += parts
-        start += height * width
-    return (staged.concatenate(found, 1) if len(found) > 1 else (found or [None])[0]), places
+    if not kept.all():
+        places.append(np.flatnonzero(~kept))
+        zeros = jnp.asarray(np.zeros((1, len(places[-1])), scores.dtype))
+        parts.append(lazy(zeros, (scores.shape[0], len(places[-1])), None, -1, frozenset()))
+    return in_order(parts, places, 1)
 
 
 def _block(ctx: Context, scores: Scores, rows: Any, columns: Any) -> Any:
@@ -374,20 +235,3 @@ def _block(ctx: Context, scores: Scores, rows: Any, columns: Any) -> Any:
         return staged.reshape(ctx.build(product), (batch, m * n))
     base = staged.reshape(product.base, (product.base.shape[0], m * n))
     return lazy(base, (batch, m * n), product.lineage, 0, product.origins)
-
-
-@jax.jit
-def _selected(kept: jax.Array, x: jax.Array) -> jax.Array:
-    """Sets the columns that are not `kept` to 0."""
-    return jnp.where(kept, x, 0)
-
-
-def _columns(x: Any, columns: list[int]) -> Any:
-    base = x if is_plain(x) else x.base
-    if columns == list(range(columns[0], columns[0] + len(columns))):
-        base = staged.slice_in_dim(base, columns[0], columns[-1] + 1, axis=1)
-    else:
-        base = base[:, np.array(columns)]
-    if is_plain(x):
-        return base
-    return lazy(base, (x.shape[0], len(columns)), x.lineage, x.axis, x.origins)

@@ -50,7 +50,8 @@ class Weights:
     Attributes:
       of: the probabilities or the curve that the weights are computed from.
       scale: a factor of all weights.
-      factors: arrays [users, keys, *heads], with 1 in place of a size, that multiply the weights.
+      factors: arrays [users, keys, *heads], with 1 in place of a size, that multiply the weights;
+        booleans for 0 and 1.
       masks: where the weights become 0.
       nan_is_zero: whether weights that are NaN become 0.
       divided: None; or ("add", e) if the weights are divided by their sum plus e; or ("max", e) if
@@ -152,20 +153,17 @@ def dot_general(ctx: Context, eqn: Any, lhs: Any, rhs: Any) -> Any:
     """Multiplies probabilities or activated scores with looked-up values: the last product."""
     scores = only((lhs, rhs))
     side, value = (0, rhs) if scores is lhs else (1, lhs)
+    if not has_default_precision(eqn):
+        raise NotCovered("attention is not recognised: its product sets a precision")
     if isinstance(scores.root, blocks.Blocks):
         if scores.stage not in ("probabilities", "logits", "elementwise"):
             raise NotCovered(f"attention is not recognised: product with its {scores.stage}")
-        if not has_default_precision(eqn):
-            raise NotCovered("attention is not recognised: its product sets a precision")
         is_softmax = scores.stage == "probabilities"
         kind = block_attention.Call if is_softmax else pointwise.PointwiseCall
         return block_attention.product(ctx, eqn, scores, side, value, kind)
-    is_changed = scores.stage == "weighted"
-    weights: Weights = scores.weights if is_changed else Weights(scores)
-    activation = _activation(ctx, scores, weights.of)
-    if not has_default_precision(eqn):
-        raise NotCovered("attention is not recognised: its product sets a precision")
-    root = scores.root
+    scores, (value,) = scores.aligned(value)
+    weights: Weights = scores.weights if scores.stage == "weighted" else Weights(scores)
+    activation, root = _activation(ctx, scores, weights.of), scores.root
     value, base = _values(eqn, scores, side, value)
     out = attend(ctx, weights, base, activation)
     origins = lineage.origins_of(root.key, value) | root.mask_origins | weights.origins
@@ -225,11 +223,16 @@ def attend(ctx: Context, weights: Weights, value: jax.Array, activation: Any) ->
     weights are computed from a curve.
     """
     root = weights.of.root
-    for factor in weights.factors:
-        if value.dtype != jnp.float32 or factor.dtype != jnp.float32:
-            raise NotCovered("attention is not recognised: weights of 16 bits are scaled")
-        value = value * factor[..., None]
+    if weights.divided and all(x.dtype == jnp.bool_ for x in weights.factors):
+        # The weights are those of the keys that the factors keep. 0 / 0 has NaN gradients, as has a
+        # row of -inf by addition.
+        kept_keys = [Fill(0.0, value.dtype, kept=x) for x in weights.factors]
+        weights = dataclasses.replace(weights, factors=(), masks=(*weights.masks, *kept_keys))
     masks, unmasked = [mask.kept for mask in weights.masks], value
+    for factor in weights.factors:
+        if factor.dtype != jnp.bool_ and {value.dtype, factor.dtype} != {jnp.dtype(jnp.float32)}:
+            raise NotCovered("attention is not recognised: weights of 16 bits are scaled")
+        value = value * factor[..., None].astype(value.dtype)
     kept = functools.reduce(operator.and_, masks) if masks else None
     if kept is not None:
         # As a weight of 0 times the value, in value and gradient, also if these are NaN.
@@ -266,25 +269,22 @@ def _attend(ctx: Context, weights: Weights, value: jax.Array, kept: jax.Array | 
         kept = jnp.broadcast_to(kept.reshape(kept.shape[:2]), (users, keys))
     if weights.divided is None:
         return masked_keys.attend(ctx, weights.of, value, kept, weights.nan_is_zero)
-    if any(fill.seen is not None for fill in fills):
-        raise NotCovered("attention is not recognised: weights over their sum")
-    if kept is None and not weights.unnormalised or weights.factors or weights.nan_is_zero:
+    by_row = any(fill.seen is not None for fill in fills)
+    keeps = kept is not None or weights.unnormalised
+    if by_row or not keeps or weights.factors or weights.nan_is_zero:
         raise NotCovered("attention is not recognised: weights over their sum")
     if weights.unnormalised:
         kept = jnp.ones((users, keys), jnp.bool_) if kept is None else kept
         return masked_keys.renormalised(root, value, kept, weights.divided, False)
     assert kept is not None
-    of = weights.of
-    if weights.divided[1] == 0 or fills:
-        same = len(fills) == 1 and all(
-            proofs.same_source(fills[0].source, mask.source) for mask in weights.masks
-        )
-        if fills and (not same or fills[0].added is not None):
-            raise NotCovered("attention is not recognised: weights over their sum")
+    same = all(proofs.same_source(x.source, y.source) for x in fills for y in weights.masks)
+    if not same or len(fills) > 1 or fills and fills[0].added is not None:
+        raise NotCovered("attention is not recognised: weights over their sum")
     if weights.divided[1] == 0:
-        fill = Fill(-math.inf, kept=kept, lengths=fills[0].lengths if fills else None)
+        lengths = fills[0].lengths if fills else None
+        fill = Fill(-math.inf, weights.masks[-1].added, kept=kept, lengths=lengths)
         masked = dataclasses.replace(root, fills=(fill,))
-        out = masked_keys.attend(ctx, dataclasses.replace(of, root=masked), value)
+        out = masked_keys.attend(ctx, dataclasses.replace(weights.of, root=masked), value)
         for bias in root.biases:
             # 0 over a sum of 0 also makes the gradients of hidden keys NaN.
             ctx.run_original_if(jnp.any(masked_keys.nan_rows(bias, masked.fills)))
@@ -292,7 +292,7 @@ def _attend(ctx: Context, weights: Weights, value: jax.Array, kept: jax.Array | 
     if fills and fills[0].value <= masked_keys.LARGE:
         # The sum of a row is 1, or 0.
         how, number = weights.divided
-        out = masked_keys.attend(ctx, of, value, kept)
+        out = masked_keys.attend(ctx, weights.of, value, kept)
         total = 1 + number if how == "add" else max(1.0, number)
         return out if total == 1 else (out / total).astype(out.dtype)
     return masked_keys.renormalised(root, value, kept, weights.divided, True)

@@ -23,7 +23,7 @@ from ikbo_jax.rewrite.interpret import Context, shape_of
 from ikbo_jax.rewrite.rules import any_shape
 from ikbo_jax.rewrite.rules.elementwise import ELEMENTWISE
 from ikbo_jax.rewrite.values import staged
-from ikbo_jax.rewrite.values.lineage import Deferred, transposed
+from ikbo_jax.rewrite.values.lineage import Deferred, aligned, transposed, with_nearest_rows
 from ikbo_jax.rewrite.values.registry import NotCovered, rule_of
 
 # Kinds of dimensions of the scores. Queries and keys share the heads; all remaining dimensions of
@@ -180,6 +180,30 @@ class Scores(Deferred):
 
     def build(self, ctx: Context) -> jax.Array:
         return self.run(ctx)
+
+    def aligned(self, *values: Any) -> tuple[Scores, list[Any]]:
+        """Gives the keys and values that one index looks up one lineage; see `lineage.aligned`."""
+        root, weights = self.root, self.weights
+        key, *found = aligned([root.key, *values])
+        if key is root.key:
+            return self, found
+
+        # What is by user gets the rows that the keys get, too.
+        def rows(x: Any) -> Any:
+            of_users = x is not None and x.shape[0] == root.key.base.shape[0]
+            return with_nearest_rows(x, 0) if of_users else x
+
+        def masks(fills: Sequence[Fill]) -> tuple[Fill, ...]:
+            kept = [dataclasses.replace(x, kept=rows(x.kept)) for x in fills]
+            return tuple([dataclasses.replace(x, lengths=rows(x.lengths)) for x in kept])
+
+        biases = tuple(map(rows, root.biases))
+        new = dataclasses.replace(root, key=key, fills=masks(root.fills), biases=biases)
+        if weights is not None:
+            of, factors = dataclasses.replace(weights.of, root=new), map(rows, weights.factors)
+            changes = {"of": of, "factors": tuple(factors), "masks": masks(weights.masks)}
+            weights = dataclasses.replace(weights, **changes)
+        return dataclasses.replace(self, root=new, weights=weights), found
 
     def rule(self, ctx: Context, eqn: Any, operands: Any) -> Any:
         """Runs an equation that has scores among its operands."""

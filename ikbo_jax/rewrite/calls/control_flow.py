@@ -15,8 +15,10 @@ from jax.extend import core
 
 from ikbo_jax.rewrite.attention import blocks
 from ikbo_jax.rewrite.calls import loops, sharing
-from ikbo_jax.rewrite.interpret import Context
+from ikbo_jax.rewrite.interpret import Context, at_shapes
 from ikbo_jax.rewrite.report.recorder import Log
+from ikbo_jax.rewrite.rules.concatenation import concatenated
+from ikbo_jax.rewrite.rules.elementwise import sliced_along
 from ikbo_jax.rewrite.values import constraints, hoisting, jaxprs
 from ikbo_jax.rewrite.values.equations import on_integers
 from ikbo_jax.rewrite.values.forms import form, inside_of, skeleton, unpack_all
@@ -84,17 +86,14 @@ def _sharded(ctx: Context, eqn: Any, operands: Sequence[Any]) -> list[Any]:
     if others or any(x is not None for x in (*params["in_layouts"], *params["out_layouts"])):
         raise NotCovered("a jit that specifies layouts, or shardings without a mesh")
 
-    def placed(values: Sequence[Any], shardings: Any) -> list[Any]:
-        return list(map(one, values, shardings))
-
-    def one(x: Any, sharding: Any) -> Any:
+    def placed(x: Any, sharding: Any) -> Any:
         if not isinstance(sharding, jax.sharding.NamedSharding):
             return x
         place = functools.partial(jax.lax.with_sharding_constraint, shardings=sharding)
         return place(x) if is_plain(x) else constraints.constrained(ctx, x, sharding, place)
 
-    results = ctx.run_closed(jaxpr, placed(operands, params["in_shardings"]), eqn)
-    return placed(results, params["out_shardings"])
+    values = list(map(placed, operands, params["in_shardings"]))
+    return list(map(placed, ctx.run_closed(jaxpr, values, eqn), params["out_shardings"]))
 
 
 def checkpoint(ctx: Context, eqn: Any, *operands: Any) -> Any:
@@ -131,10 +130,12 @@ def scan(ctx: Context, eqn: Any, *operands: Any) -> Any:
     """Rewrites a scan, whose carries keep one form in all iterations."""
     jaxpr, (n_consts, n_carry) = eqn.params["jaxpr"], hoisting.scan_counts(eqn.params)
     hoisted = hoisting.split(jaxpr, n_consts, eqn.params["length"])
-    plain = all(map(is_plain, operands)) and ctx.programs.is_plain(jaxpr) and hoisted is None
+    plain = hoisted is None and all(map(is_plain, operands)) and ctx.programs.is_plain(jaxpr)
     end = n_consts + n_carry
-    pieces = operands[:n_consts], operands[n_consts:end], operands[end:]
-    consts, init, xs = map(list, pieces)
+    consts, init, xs = [*operands[:n_consts]], [*operands[n_consts:end]], [*operands[end:]]
+    wholes = [x for x in xs if isinstance(x, Concat) and x.axis == 0]
+    if wholes and len(wholes[0].parts) <= 4:  # Each piece is a loop.
+        return _by_pieces(ctx, eqn, wholes[0], consts, init, xs)
     if hoisted is not None:
         first, jaxpr = hoisted
         origins = frozenset({ctx.recorder.found(eqn, "values of every iteration", False)})
@@ -162,6 +163,23 @@ def scan(ctx: Context, eqn: Any, *operands: Any) -> Any:
             for value in consts[:n_consts]:
                 if id(value) in trial.built:
                     ctx.materialise(eqn, value, "needed in every iteration of a scan")
+
+
+def _by_pieces(
+    ctx: Context, eqn: Any, whole: Concat, consts: list[Any], carry: list[Any], xs: list[Any]
+) -> list[Any]:
+    """Scans [history, candidate] piece by piece: the history's steps run at user batch."""
+    count, step, stacks = len(carry), -1 if eqn.params["reverse"] else 1, []
+    shapes = [v.aval.shape for v in eqn.outvars]
+    for _, begin, end in [*whole.pieces()][::step]:
+        operands = [*consts, *carry, *(sliced_along(ctx, x, begin, end, 0) for x in xs)]
+        cut = [*shapes[:count], *((end - begin, *shape[1:]) for shape in shapes[count:])]
+        of_piece = at_shapes(eqn, operands, cut, length=end - begin)
+        results = ctx.run_equation(of_piece, operands)
+        carry = results[:count]
+        stacks.append(results[count:])
+    stacked = zip(shapes[count:], *stacks[::step], strict=True)
+    return [*carry, *(concatenated(ctx, eqn, ys, 0, shape) for shape, *ys in stacked)]
 
 
 def _scanned(
@@ -224,7 +242,7 @@ def _packed_slice(x: Any, slices: Iterator[Any]) -> Any:
 
 
 def while_(ctx: Context, eqn: Any, *operands: Any) -> Any:
-    """Rewrites a loop whose carries keep their form, and whose end is no lookup."""
+    """Rewrites a loop of lookups whose carries keep their form, and whose end is no lookup."""
     params = eqn.params
     condition, body = params["cond_jaxpr"], params["body_jaxpr"]
     first, second = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
@@ -242,13 +260,15 @@ def while_(ctx: Context, eqn: Any, *operands: Any) -> Any:
     while True:
         arrays, pack = unpack_all(carry)
 
-        def once(*arrays: Any, pack: Any = pack) -> list[Any]:
-            return list(map(skeleton, step(pack(arrays))[1]))
+        def once(*arrays: Any, pack: Any = pack) -> tuple[list[Any], set[int]]:
+            inner, results = step(pack(arrays))
+            return list(map(skeleton, results)), inner.scope.built()
 
-        returned = loops.trial(ctx, once, arrays)
+        returned, built = loops.trial(ctx, once, arrays)
         if not loops.reformed(ctx, eqn, carry, returned, operands[second:], "while loop"):
             break
-    if all(map(is_plain, carry)):
+    constants = [x for x in of_body if not is_plain(x)]
+    if all(map(is_plain, carry)) and (not constants or any(id(x) in built for x in constants)):
         raise NotCovered("a while loop whose carries are no lookups")
 
     def proceeds(arrays: Any) -> Any:

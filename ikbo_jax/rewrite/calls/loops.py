@@ -16,6 +16,7 @@ from ikbo_jax.rewrite.values import hoisting
 from ikbo_jax.rewrite.values.forms import form, widened
 from ikbo_jax.rewrite.values.jaxprs import ending_its_trace, evaluate, trace
 from ikbo_jax.rewrite.values.lineage import Lazy, has_lineage, is_plain
+from ikbo_jax.rewrite.values.reshaped import is_split
 from ikbo_jax.rewrite.values.staged import is_local
 
 
@@ -129,14 +130,28 @@ def reformed(
 
 
 def rows_before(
-    ctx: Context, eqn: Any, body: core.Jaxpr, consts: list[Any], xs: list[Any], n_carry: int
+    ctx: Context,
+    eqn: Any,
+    body: core.Jaxpr,
+    consts: list[Any],
+    xs: list[Any],
+    n_carry: int,
+    chosen: Sequence[int] | None = None,
 ) -> tuple[core.Jaxpr, list[Any]] | None:
-    """Takes the work on one user's rows out of a scan's body; also returns its results to scan.
+    """Takes work on looked-up rows out of a scan's body; also returns its results to scan.
 
-    The work runs at user batch, for all iterations at once, if it is found to be on looked-up rows.
+    Work on the `chosen` scanned values runs for all iterations at once: by default on indices and
+    looked-up rows, at user batch. Where an iteration looks several users up, also on all scanned
+    values, as attention does, if no looked-up row is copied.
     """
+    if chosen is None:
+        is_index = [is_plain(x) and hoisting.is_index(x) for x in xs]
+        if any(np.ndim(x) > 1 for x, of in zip(xs, is_index, strict=True) if of):
+            found = rows_before(ctx, eqn, body, consts, xs, n_carry, range(len(xs)))
+            if found is not None:
+                return found
+        chosen = [n for n, x in enumerate(xs) if is_index[n] or _is_of_rows(x)]
     start = len(consts) + n_carry
-    chosen = [n for n, x in enumerate(xs) if _is_of_rows(x) or is_plain(x) and hoisting.is_index(x)]
     variables = [body.invars[start + n] for n in chosen]
     split = hoisting.split_by_rows(body, len(consts), tuple(variables)) if chosen else None
     if split is None or not isinstance(eqn.params["length"], int):
@@ -153,13 +168,20 @@ def rows_before(
     avals += [core.unmapped_aval(eqn.params["length"], 0, v.aval) for v in variables]
     program = trace(every, avals)
 
-    if not trial(
-        ctx, lambda: all(map(_is_of_rows, ctx.inner().run_closed(program, operands, eqn)))
-    ):
+    def gains() -> bool:
+        inner = ctx.inner()
+        results = inner.run_closed(program, operands, eqn)
+        copies_none = inner.scope.has_lineages() and not inner.scope.built()
+        return all(map(_is_of_rows, results)) or len(chosen) == len(xs) and copies_none
+
+    if not trial(ctx, gains):
         return None
     reason = "scanned, after its work at the smaller batch"
     return rest, [ctx.materialise(eqn, x, reason) for x in ctx.run_closed(program, operands, eqn)]
 
 
 def _is_of_rows(x: Any) -> bool:
+    if is_split(x) and len(x.groups[0].sizes) > 1:
+        # The rows of an index of several dimensions.
+        x = x.inner
     return has_lineage(x) and x.axis == 0

@@ -241,7 +241,7 @@ def _rewritten(original: _Original, inputs: list[Any]) -> tuple[Recorder, list[A
             return recorder, _as_written(original, inputs, recorder)
         reason = chosen.refusal or "nothing gained"
         if not recorder.sums_are_narrow:
-            recorder.refusal = f"{reason}; its gradient, too, is as written: XLA adds float32 fast"
+            recorder.refusal = f"{reason}; its gradient, too, is as written, which XLA adds as fast"
             return recorder, _as_written(original, inputs, recorder)
         recorder.refusal = f"{reason}; its derivative is rewritten"
         chosen, values = recorder, tried.closed(program.in_avals)

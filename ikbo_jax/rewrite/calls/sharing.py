@@ -161,7 +161,9 @@ def call(
         # The first inline call may create the missing lineage, so the second call tries again.
         calls.failed = not first
         return results
-    ctx.scope.owner([*values, *rewritten.consts]).programs[key] = rewritten
+    # The results hold lineages, maybe of this scope.
+    held = with_all_inside([x.value for x in rewritten.results])
+    ctx.scope.owner([*values, *rewritten.consts, *held]).programs[key] = rewritten
     return _called(ctx, eqn, operands, rewritten)
 
 

@@ -207,6 +207,7 @@ COMPUTED: dict[str, Callable[..., Any]] = {
     "slice": lambda params, x: x[tuple(cuts(params))],
     "squeeze": lambda params, x: np.squeeze(x, tuple(params["dimensions"])),
     "stack": lambda params, *xs: np.stack(xs, params["axis"]),
+    "tile": lambda params, x: np.tile(x, params["reps"]),
     "transpose": lambda params, x: np.transpose(x, params["permutation"]),
     "xor": _of_two(operator.xor),
 }

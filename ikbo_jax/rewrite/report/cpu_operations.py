@@ -5,6 +5,7 @@ concatenation reduces its parts, and equal numbers are broadcast once.
 """
 
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple, cast
 
 import jax.numpy as jnp
@@ -30,12 +31,16 @@ _VIEWS = SAME - {"convert_element_type"}
 #: Lookups and what makes their positions; equal ones of equal operands are one operation.
 _MERGED = frozenset(["add", "broadcast_in_dim", "clamp", "gather", "lt", "select_n"])
 #: Operations that the library computes, in these dtypes, and the elements from which on it does.
-_POINTWISE = frozenset(
+POINTWISE = frozenset(
     """
     abs add add_any ceil convert_element_type cos div erf exp exp2 expm1 floor integer_pow log
     log1p logistic max min mul neg pow round rsqrt sign sin sqrt square sub tan tanh
     """.split()  # noqa: SIM905  A table of words reads better.
 )
+#: These compute in float32 in any dtype.
+WIDENED = POINTWISE - {"abs", "max", "min", "neg", "sign"}
+#: XLA computes these before a broadcast.
+_OF_BROADCASTS = frozenset(["convert_element_type", "slice", "split"])
 _WIDE = frozenset(map(jnp.dtype, ("float32", "float64")))
 HALF = frozenset(map(jnp.dtype, ("bfloat16", "float16")))
 _FLOATS = _WIDE | {jnp.dtype("bfloat16")}
@@ -76,13 +81,18 @@ class Operations:
         self._equal: dict[Any, tuple[core.JaxprEqn, list[int]]] = {}
         # Values in the shape of a matrix, by their numbers.
         self._matrices: dict[int, int] = {}
-        # Products' operands in float32, by their numbers in 16 bits.
-        self._casts: dict[int, int] = {}
+        # Products of matrices, which XLA may compute transposed.
+        self._products: set[int] = set()
+        # Copies of products' operands, by their numbers, how often they are as large, and axes.
+        self._copies: dict[Any, int] = {}
         self.results = self._flatten(program, {})
 
     def _number(self, v: Any) -> int:
         is_array = type(v) is not core.Literal and hasattr(v.aval, "shape")
-        self.sizes.append(bytes_of(v.aval.shape, v.aval.dtype) if is_array else 0)
+        return self._sized(bytes_of(v.aval.shape, v.aval.dtype) if is_array else 0)
+
+    def _sized(self, nbytes: Any) -> int:
+        self.sizes.append(nbytes)
         return len(self.sizes) - 1
 
     def _flatten(self, program: Any, numbers: dict[Any, int]) -> list[int]:
@@ -104,11 +114,11 @@ class Operations:
             if name == "ikbo_plan":
                 numbers.update(zip(eqn.outvars, operands, strict=False))
                 continue
-            if operands and (name in ("slice", "transpose") or name in REDUCTIONS):
+            if operands and _swaps_matrices(eqn) and operands[0] != self._untransposed(operands[0]):
+                numbers[eqn.outvars[0]] = self._untransposed(operands[0])
+                continue
+            if operands and (name == "slice" or name in REDUCTIONS):
                 maker = makers.get(operands[0])
-                if maker and name == "transpose" and _is_undone(maker.eqn, eqn):
-                    numbers[eqn.outvars[0]] = maker.operands[0]
-                    continue
                 if maker and name == "slice":
                     operands = _sliced(maker, eqn) or operands
                 elif maker and maker.eqn.primitive.name == "concatenate":
@@ -128,6 +138,13 @@ class Operations:
             if name in _MERGED:
                 self._equal[key] = eqn, results
             kind = self._kind(eqn, name)
+            if len(operands) == 1 and operands[0] in makers:
+                maker = makers[operands[0]]
+                if name in _OF_BROADCASTS and maker.kind == "broadcast" and maker.operands:
+                    before, after = self.sizes[maker.operands[0]], self.sizes[operands[0]]
+                    kind = kind if lineage.is_at_least(before, after) else "broadcast"
+                elif operands[0] in self._products and _swaps_matrices(eqn):
+                    kind = "view"
             self.flops += flops_of_product(eqn)
             if name in PRODUCTS:
                 self._add_product(eqn, kind, operands, results)
@@ -154,52 +171,52 @@ class Operations:
     ) -> None:
         """Adds a product, and the loops that bring its operands and result into another form.
 
-        A library's products read batch axes first, and rows that are not repeated. The others are
-        in float32.
+        A library's products read batch axes first, rows that are not repeated, and no transposed
+        matrix on the left, such as in the gradient of weights. The others are in float32, and so
+        are products of matrices that an equation of their own transposes.
         """
-        avals: list[Any] = [v.aval for v in eqn.invars]
-        axes: Any = [((), range(x.ndim)) for x in avals]
-        if eqn.primitive.name == "dot_general":
-            axes = list(zip(*eqn.params["dimension_numbers"], strict=True))
-        numbers, read = iter(operands), []
-        for v, aval, (contracted, batch) in zip(eqn.invars, avals, axes, strict=True):
-            if type(v) is core.Literal:
-                continue
-            n = next(numbers)
-            maker = self.makers.get(n)
-            wide = [d for d, size in enumerate(aval.shape) if size != 1]
-            free = [d for d in wide if d not in contracted and d not in batch]
-            fixed = [d for d in batch if d in wide]
-            summed = [d for d in contracted if d in wide]
+        forms = [_form(eqn, p) for p in range(len(operands))]
+        numbers = [
+            self._untransposed(n) if form.is_matrix else n
+            for n, form in zip(operands, forms, strict=True)
+        ]
+        are_matrices = all(form.is_matrix for form in forms)
+        is_cast = kind == "alone" or numbers != operands
+        if forms[0].is_matrix and forms[0].is_turned == (numbers[0] == operands[0]):
+            kind, is_cast = "alone", is_cast or are_matrices
+        for p, (n, form) in enumerate(zip(numbers, forms, strict=True)):
+            maker, times = self.makers.get(n), 1 + (is_cast and is_half(eqn.invars[p]))
             is_row = maker and maker.kind == "broadcast" and maker.eqn.primitive.name in LOOKUPS
-            if kind == "alone" and aval.dtype in HALF:
-                if n not in self._casts:
-                    self._casts[n] = self._copied(eqn, n, 2)
-                n = self._casts[n]
-            elif is_row or wide not in ([*fixed, *free, *summed], [*fixed, *summed, *free]):
-                n = self._copied(eqn, n)
-            elif len(free) > 1 and not batch and maker:
-                n = self._matrix(n, v, maker)
-            read.append(n)
-        if kind == "alone" and cast("Any", eqn.outvars[0].aval).dtype in HALF:
-            self.sizes.append(2 * self.sizes[results[0]])
-            written = [len(self.sizes) - 1]
-            self._add(Operation(eqn, kind, read, written))
+            order = () if form.is_matrix or _is_sorted(form.order) else form.order
+            if is_row or order or times > 1:
+                numbers[p] = self._copied(eqn, n, times, *order)
+            elif form.is_reshaped and maker and maker.kind in ("loop", "pointwise"):
+                numbers[p] = self._matrix(n, eqn.invars[p], maker)
+        if is_cast and is_half(eqn.outvars[0]):
+            written = [self._sized(2 * self.sizes[results[0]])]
+            self._add(Operation(eqn, "alone", numbers, written))
             self._add(Operation(eqn, "loop", written, results))
         else:
-            self._add(Operation(eqn, kind, read, results))
+            self._add(Operation(eqn, kind, numbers, results))
+            self._products.update(results if are_matrices else ())
 
-    def _copied(self, eqn: core.JaxprEqn, n: int, times: int = 1) -> int:
-        """Adds a loop that copies an operand of a product, into so many times its bytes."""
-        self.sizes.append(times * self.sizes[n])
-        copy = len(self.sizes) - 1
-        self._add(Operation(eqn, "loop", [n], [copy]))
-        return copy
+    def _untransposed(self, n: int) -> int:
+        maker = self.makers.get(n)
+        return maker.operands[0] if maker and _swaps_matrices(maker.eqn) else n
+
+    def _copied(self, eqn: core.JaxprEqn, n: int, times: int, *order: Any) -> int:
+        """Copies an operand of a product by a loop, into so many times its bytes.
+
+        Products that read the same values in the same order of axes share a copy.
+        """
+        key = n, times, *order
+        if key not in self._copies:
+            self._copies[key] = self._sized(times * self.sizes[n])
+            self._add(Operation(eqn, "loop", [n], [self._copies[key]]))
+        return self._copies[key]
 
     def _matrix(self, n: int, v: Any, maker: Operation) -> int:
-        """Returns a value that a product reads, as a matrix if a loop may compute it."""
-        if maker.kind not in ("loop", "pointwise"):
-            return n
+        """Returns a value that a loop may compute as a matrix, which a product reads."""
         if n not in self._matrices:
             self._matrices[n] = self._number(v)
             self._add(maker._replace(kind="view", operands=[n], results=[self._matrices[n]]))
@@ -228,7 +245,11 @@ class Operations:
         if name == "dot_general":
             return _kind_of_product(eqn)
         if name in REDUCTIONS:
-            return "reduction" if _library_reduces(eqn, name) else "loop"
+            if _library_reduces(eqn, name):
+                return "reduction"
+            sizes = cast("Any", eqn.invars[0].aval).shape
+            is_long = any(lineage.is_at_least(sizes[d], 33) for d in eqn.params.get("axes", ()))
+            return "alone" if is_long and not name.startswith("arg") else "loop"
         # A scatter of one slice is an update in place, too.
         is_slice = name == "scatter" and math.prod(cast("Any", eqn.invars[1].aval).shape[:-1]) == 1
         if name == "dynamic_update_slice" or is_slice:
@@ -237,11 +258,14 @@ class Operations:
             return "alone"
         if inner_programs(eqn):
             return "call"
-        return "pointwise" if name in _POINTWISE and _is_in_library(eqn) else "loop"
+        return "pointwise" if name in POINTWISE and _is_in_library(eqn) else "loop"
 
 
 def _is_of_one_row(eqn: core.JaxprEqn, name: str) -> bool:
-    """Whether a lookup repeats the only row of a table; XLA makes a broadcast of it."""
+    """Whether an equation repeats the only row of a table; XLA makes a broadcast of it."""
+    if name == "concatenate":
+        size = cast("Any", eqn.invars[0].aval).shape[eqn.params["dimension"]]
+        return len(set(eqn.invars)) == 1 < len(eqn.invars) and size == 1
     if name not in LOOKUPS:
         return False
     table, result = (cast("Any", v.aval) for v in (eqn.invars[0], eqn.outvars[0]))
@@ -250,12 +274,18 @@ def _is_of_one_row(eqn: core.JaxprEqn, name: str) -> bool:
     return table.shape[eqn.params["how"].axis] == 1
 
 
-def _is_undone(transpose: core.JaxprEqn, eqn: core.JaxprEqn) -> bool:
-    """Whether an equation transposes a transposed value back; XLA removes both."""
-    if transpose.primitive.name != "transpose":
+def is_half(v: Any) -> bool:
+    """Whether a variable has 16 bits."""
+    return v.aval.dtype in HALF
+
+
+def _swaps_matrices(eqn: core.JaxprEqn) -> bool:
+    """Whether an equation transposes the matrices of a batch; products read or write them so."""
+    if eqn.primitive.name != "transpose":
         return False
-    order = [transpose.params["permutation"][d] for d in eqn.params["permutation"]]
-    return order == sorted(order)
+    sizes = cast("Any", eqn.invars[0].aval).shape
+    order = [d for d in eqn.params["permutation"] if sizes[d] != 1]
+    return len(order) > 1 and _is_sorted([*order[:-2], order[-1], order[-2]])
 
 
 def _sliced(maker: Operation, eqn: core.JaxprEqn) -> list[int]:
@@ -275,21 +305,57 @@ def _sliced(maker: Operation, eqn: core.JaxprEqn) -> list[int]:
     return []
 
 
+class _Form(NamedTuple):
+    """Describes an operand of a product.
+
+    Attributes:
+      order: its axes but for those of size 1, in the order in which XLA multiplies matrices.
+      free, summed: the sizes of the axes that the result has, and of those that it has not.
+      is_matrix: whether it is a matrix, or one for each element of a batch, so that XLA reads it as
+        it is, also if it is turned, which is transposed.
+      is_reshaped: whether several of its axes are one axis of a matrix.
+    """
+
+    order: tuple[int, ...] = ()
+    free: Any = 1
+    summed: Any = 1
+    is_matrix: bool = False
+    is_turned: bool = False
+    is_reshaped: bool = False
+
+
+def _form(eqn: core.JaxprEqn, position: int) -> _Form:
+    if eqn.primitive.name != "dot_general":
+        return _Form()
+    shape: Any = cast("Any", eqn.invars[position].aval).shape
+    summed, batch = (x[position] for x in eqn.params["dimension_numbers"])
+    free = [d for d in range(len(shape)) if d not in summed and d not in batch]
+    parts = (batch, summed, free) if position else (batch, free, summed)
+    order = tuple([d for part in parts for d in part if shape[d] != 1])
+    is_matrix = len(free) == len(summed) == 1 and tuple(batch) == tuple(range(len(batch)))
+    of_batch, *others = ([d for d in part if shape[d] != 1] for part in (batch, free, summed))
+    is_reshaped = not of_batch and max(map(len, others)) > 1
+    rows, terms = (math.prod([shape[d] for d in part]) for part in (free, summed))
+    return _Form(order, rows, terms, is_matrix, not _is_sorted(order), is_reshaped)
+
+
+def _is_sorted(axes: Sequence[int]) -> bool:
+    return list(axes) == sorted(axes)
+
+
 def _kind_of_product(eqn: core.JaxprEqn) -> str:
-    (contracted, others), (batch, _) = eqn.params["dimension_numbers"]
-    lhs, rhs = (v.aval for v in eqn.invars)
-    if math.prod([lhs.shape[d] for d in contracted]) == 1:  # type: ignore[attr-defined]
+    lhs, rhs = _form(eqn, 0), _form(eqn, 1)
+    avals: list[Any] = [v.aval for v in eqn.invars]
+    dtypes = {x.dtype for x in avals}
+    if lhs.summed == 1:
         return "pointwise" if _is_in_library(eqn) else "loop"
-    within = math.prod([lhs.shape[d] for d in (*contracted, *batch)])  # type: ignore[attr-defined]
-    fixed = (*contracted, *batch), (*others, *eqn.params["dimension_numbers"][1][1])
-    rows, columns = (
-        math.prod([x for d, x in enumerate(aval.shape) if d not in dims])  # type: ignore[attr-defined]
-        for aval, dims in zip((lhs, rhs), fixed, strict=True)
-    )
-    # Products of vectors, and tiny ones, are loops of XLA.
-    is_vector = rows == 1 or columns == 1
-    is_large = any(lineage.is_at_least(x, 8) for x in (rows, columns, within))
-    dtypes = {x.dtype for x in (lhs, rhs)}  # type: ignore[attr-defined]
+    is_vector = lhs.free == 1 or rhs.free == 1
+    if lhs.free == rhs.free == 1 and dtypes <= _WIDE:
+        return "reduction" if lineage.is_at_least(avals[0].size, _ELEMENTS) else "loop"
+    # Products of vectors, and tiny ones, are loops of XLA; in 16 bits, also of three rows.
+    is_large = any(lineage.is_at_least(x, 8) for x in (lhs.free, rhs.free, lhs.summed))
+    if dtypes <= HALF:
+        is_large = is_large and any(lineage.is_at_least(x, 4) for x in (lhs.free, rhs.free))
     fits = len(dtypes) == 1 and dtypes <= _FLOATS
     return "product" if fits and is_large and not is_vector else "alone"
 

@@ -178,4 +178,4 @@ def sums_of_calls(
             costs.insert(0, lineage.largest(costs, amount))
         costs = costs[:1]
     flops = sum([length * sums[0] for _, sums in costs])
-    return [flops, *(sum([times * sums[n] for times, sums in costs]) for n in (1, 2))]
+    return [flops, *[sum([times * sums[n] for times, sums in costs]) for n in (1, 2)]]

@@ -13,8 +13,8 @@ from typing import Any
 from ikbo_jax.rewrite.report.cost import Cost
 from ikbo_jax.rewrite.values import lineage
 
-#: The estimate's precision, as a share of the original; a smaller difference has no sign. Of 1,206
-#: programs on a CPU, the bytes saved are XLA's within 1 % for half, within 5 % for three quarters.
+#: The estimate's precision, as a share of the original; a smaller difference has no sign. Of 892
+#: programs on a CPU, the bytes saved are XLA's within 1 % for 58 %, within 5 % for five sixths.
 PRECISION = 0.05
 #: The line of an equation whose line in the model is unknown.
 UNKNOWN = "unknown line"

@@ -83,7 +83,23 @@ def elementwise(ctx: Context, eqn: Any, *operands: Any) -> Any:
     """Runs at the smaller batch if all operands belong to it; otherwise looks rows up in place."""
     if eqn.primitive.name == "mul":
         eqn, operands = with_mask(ctx, eqn, operands)
+    if eqn.primitive.name == "select_n" and not ctx.differentiated:
+        for x, y in itertools.permutations(operands[1:], 2):
+            if _is_stopped(ctx, x, y):
+                ctx.gradient_differs()
+                return x
     return elementwise_to(ctx, eqn, eqn.outvars[0].aval.shape, operands)
+
+
+def _is_stopped(ctx: Context, x: Any, y: Any) -> bool:
+    """Whether y is x without its gradient, as `vmap` of a `cond` gives it to the other branch."""
+    of_y = ctx.scope.producer(y, ("broadcast_in_dim", "stop_gradient"))
+    if of_y is None or of_y[0].primitive.name == "stop_gradient":
+        return of_y is not None and of_y[1][0] is x
+    of_x = ctx.scope.producer(x, ("broadcast_in_dim",))
+    if of_x is None or of_x[0].params != of_y[0].params:
+        return False
+    return _is_stopped(ctx, of_x[1][0], of_y[1][0])
 
 
 def with_mask(ctx: Context, eqn: Any, operands: Any) -> tuple[Any, Any]:
@@ -111,9 +127,8 @@ def elementwise_to(ctx: Context, eqn: Any, shape: tuple[int, ...], operands: Any
     if (found := _of_one_batch(ctx, eqn, shape, operands)) is not None:
         return found
     operands = [x if isinstance(x, Deferred) else narrowed(x) for x in operands]
-    first = next((x for x in operands if isinstance(x, Concat)), None)
-    if first is not None:
-        return _over_parts(ctx, eqn, first, shape, operands)
+    if concats := [x for x in operands if isinstance(x, Concat)]:
+        return _over_parts(ctx, eqn, concats[0], shape, operands)
     operands = lineage.aligned(operands)
     value_lineage, axis, differ = common_lineage(operands)
     if differ and all(x.axis == axis for x in operands if has_lineage(x)):
@@ -295,9 +310,8 @@ def _is_candidate_batch(first: Concat, operands: Any) -> bool:
 
 def concat(parts: list[Any], axis: int) -> Any:
     """Concatenates parts: an array if all parts are arrays."""
-    if not any(isinstance(x, Deferred) for x in parts):
-        return staged.concatenate(parts, axis)
-    return Concat(tuple(parts), axis)
+    deferred = [x for x in parts if isinstance(x, Deferred)]
+    return Concat(tuple(parts), axis) if deferred else staged.concatenate(parts, axis)
 
 
 def transpose(ctx: Context, eqn: Any, x: Any) -> Any:

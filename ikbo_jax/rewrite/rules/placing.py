@@ -17,8 +17,6 @@ from ikbo_jax.rewrite.values.registry import NotCovered
 
 #: Most pieces that become a concatenation.
 _MOST_PIECES = 64
-#: The same in derivatives, where each piece is a kernel that pads its gradient.
-_MOST_WITH_GRADIENT = 16
 
 
 def placed(ctx: Context, eqn: Any, x: Any, pieces: dict[int, Any], axis: int) -> Any:
@@ -112,41 +110,36 @@ def clamped(ctx: Context, start: Any, last: int) -> int:
 
 def constant_positions(
     ctx: Context, eqn: Any, x: Any, indices: Any, axes: tuple[int, ...]
-) -> np.ndarray:
+) -> tuple[np.ndarray, list[int]]:
     """Returns the constant positions [count, axes] at which a gather takes slices of size 1.
 
-    The result has them along the first of `axes`, and all other dimensions whole.
+    The gather takes all other dimensions whole. The second result has the operand's dimension for
+    every dimension of the gather's result: the first of `axes` for the positions' dimension.
     """
     numbers, shape = eqn.params["dimension_numbers"], shape_of(x)
-    rank = len(eqn.outvars[0].aval.shape)
+    batched, batching = numbers.operand_batching_dims, numbers.start_indices_batching_dims
+    kept = [d for d in range(len(shape)) if d not in (*axes, *batched)]
     fixed = known(ctx, indices)
     if (
         tuple(numbers.start_index_map) != axes
         or tuple(numbers.collapsed_slice_dims) != axes
-        or numbers.operand_batching_dims
-        or tuple(eqn.params["slice_sizes"])
-        != tuple(1 if d in axes else n for d, n in enumerate(shape))
-        or [d for d in range(rank) if d not in numbers.offset_dims] != [axes[0]]
         or fixed is None
+        or any(eqn.params["slice_sizes"][d] != shape[d] for d in kept)
+        or len(shape_of(indices)) != len(batching) + 2
     ):
         raise NotCovered("gather that is no lookup of whole slices at constant positions")
-    positions = np.broadcast_to(fixed, shape_of(indices)).reshape(-1, len(axes)).astype(np.int64)
+    for dim in batching:
+        # As of `take_along_axis`: all rows have the same positions.
+        first = fixed.take([0], axis=dim)
+        if fixed.shape[dim] > 1 and (fixed != first).any():
+            raise NotCovered("gather at constant positions that differ between rows")
+        fixed = first
+    count = [n for d, n in enumerate(shape_of(indices)[:-1]) if d not in batching]
+    positions = np.broadcast_to(fixed.reshape(-1, fixed.shape[-1]), (*count, len(axes)))
     if (positions < 0).any() or (positions >= [shape[a] for a in axes]).any():
         raise NotCovered("gather out of bounds")
-    return positions
-
-
-def taken(ctx: Context, eqn: Any, x: Concat, indices: Any) -> Any:
-    """Looks constant slices up along the concatenated axis."""
-    axis, shape = x.axis, eqn.outvars[0].aval.shape
-    flat = constant_positions(ctx, eqn, x, indices, (axis,))[:, 0]
-    breaks = [0, *(np.flatnonzero(np.diff(flat) != 1) + 1).tolist(), len(flat)]
-    if len(breaks) > (_MOST_WITH_GRADIENT if ctx.differentiated else _MOST_PIECES):
-        raise NotCovered("gather of many slices of a concatenation")
-    pieces = [
-        sliced_along(ctx, x, int(flat[first]), int(flat[last - 1]) + 1, axis)
-        for first, last in zip(breaks[:-1], breaks[1:], strict=True)
-    ]
-    if len(pieces) == 1:
-        return pieces[0]
-    return concatenation.concatenated(ctx, eqn, pieces, axis, tuple(shape))
+    whole, of_indices = iter(kept), dict(zip(batching, batched, strict=True))
+    rows = iter([of_indices.get(d, axes[0]) for d in range(len(batching) + 1)])
+    rank = len(eqn.outvars[0].aval.shape)
+    order = [next(whole if d in numbers.offset_dims else rows) for d in range(rank)]
+    return positions.astype(np.int64), list(map(int, order))

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
@@ -11,7 +12,13 @@ from ikbo_jax.rewrite.facts import proofs
 from ikbo_jax.rewrite.facts.known import known
 from ikbo_jax.rewrite.interpret import Context, at_shapes, shape_of
 from ikbo_jax.rewrite.rules import placing, positions, reselect
-from ikbo_jax.rewrite.rules.elementwise import at_user_batch, common_lineage, concat, sliced
+from ikbo_jax.rewrite.rules.elementwise import (
+    at_user_batch,
+    common_lineage,
+    concat,
+    sliced,
+    sliced_along,
+)
 from ikbo_jax.rewrite.values import constraints, lineage
 from ikbo_jax.rewrite.values.lineage import Concat, Lazy
 from ikbo_jax.rewrite.values.registry import NotCovered
@@ -69,29 +76,24 @@ def rev(ctx: Context, eqn: Any, x: Any) -> Any:
 def pad(ctx: Context, eqn: Any, x: Any, number: Any) -> Any:
     """Pads with a number; along the looked-up or concatenated axis, by a concatenation."""
     config = [tuple(amounts) for amounts in eqn.params["padding_config"]]
-    if not lineage.is_plain(number):
-        raise NotCovered("pad with a lazy value")
-    if lineage.is_plain(x):
-        return ctx.bind(eqn, x, number)
-    if isinstance(x, Concat) or lineage.has_lineage(x) and config[x.axis] != (0, 0, 0):
+    padded = [d for d, amounts in enumerate(config) if amounts != (0, 0, 0)]
+    if not lineage.is_plain(x) and x.axis in padded:
         return _pad_by_rows(ctx, eqn, x, number, config)
-    x = lineage.spread_axes(x, [d for d, amounts in enumerate(config) if amounts != (0, 0, 0)])
-    base = ctx.bind(eqn, x.base, number)
-    return at_user_batch(ctx, eqn, base, x.lineage, x.axis, x.origins)
+    return in_rows(ctx, eqn, x, number, axes=padded)
 
 
 def _pad_by_rows(ctx: Context, eqn: Any, x: Any, number: Any, config: list[Any]) -> Any:
     """Pads every part along the other axes, and adds rows of a number along the axis."""
     axis, aval = x.axis, eqn.outvars[0].aval
-    low, high, between = config[axis]
-    if low < 0 or high < 0 or between:
+    # `jnp.pad` makes NumPy's integers, which sizes of values are not.
+    low, high, between = (n.item() if isinstance(n, np.generic) else n for n in config[axis])
+    if low < 0 or high < 0 or between or not lineage.is_plain(number):
         raise NotCovered("pad that cuts or spaces the looked-up axis, or a concatenation")
     config[axis], shape = (0, 0, 0), aval.shape
-    parts: list[Any] = []
-    for part in x.parts if isinstance(x, Concat) else (x,):
-        whole = (*shape[:axis], part.shape[axis], *shape[axis + 1 :])
-        of_part = at_shapes(eqn, (part, number), [whole], padding_config=tuple(config))
-        parts.append(pad(ctx, of_part, part, number) if any(map(any, config)) else part)
+    if any(map(any, config)):
+        whole = (*shape[:axis], x.shape[axis], *shape[axis + 1 :])
+        x = pad(ctx, at_shapes(eqn, (x, number), [whole], padding_config=tuple(config)), x, number)
+    parts: list[Any] = list(x.parts) if isinstance(x, Concat) else [x]
     ones = (1,) * len(shape)
     # Products that sum over the axis leave zeros out that are known as such.
     is_zero = proofs.constant(ctx, number) == 0
@@ -140,17 +142,47 @@ IN_ROWS: dict[str, Callable[[Any, int], Sequence[int]]] = {
 }
 
 
-def in_rows(ctx: Context, eqn: Any, x: Any, *rest: Any) -> Any:
-    """Runs an equation that works along some axes in every row of a lookup by itself."""
-    if not isinstance(x, Lazy) or not all(map(lineage.is_plain, rest)):
-        raise NotCovered(f"{eqn.primitive.name} of a concatenation")
-    axes = IN_ROWS[eqn.primitive.name](eqn.params, len(x.shape))
-    if x.axis in axes:
-        raise NotCovered(f"{eqn.primitive.name} along the looked-up axis")
-    found = ctx.bind(eqn, lineage.spread_axes(x, axes).base, *rest)
-    bases = found if eqn.primitive.multiple_results else [found]
-    out = [at_user_batch(ctx, eqn, y, x.lineage, x.axis, x.origins) for y in bases]
+def in_rows(ctx: Context, eqn: Any, x: Any, *rest: Any, axes: Any = None) -> Any:
+    """Runs an equation that works along some axes in every row, or part, by itself."""
+    if not isinstance(x, (Concat, Lazy)) or not all(map(lineage.is_plain, rest)):
+        raise NotCovered(f"{eqn.primitive.name} of other values than one lookup")
+    axes = IN_ROWS[eqn.primitive.name](eqn.params, len(x.shape)) if axes is None else axes
+    if (axis := x.axis) in axes:
+        if isinstance(x, Concat) and eqn.primitive.name in _TOTALS and len(x.parts) <= 4:
+            return _accumulated(ctx, eqn, x, _TOTALS[eqn.primitive.name])
+        kind = "concatenated" if isinstance(x, Concat) else "looked-up"
+        raise NotCovered(f"{eqn.primitive.name} along the {kind} axis")
+    if isinstance(x, Concat):
+        shapes, found = [v.aval.shape for v in eqn.outvars], []
+        for part in x.parts:
+            cut = [(*shape[:axis], part.shape[axis], *shape[axis + 1 :]) for shape in shapes]
+            operands = [part, *rest]
+            found.append(ctx.run_equation(at_shapes(eqn, operands, cut), operands))
+        out = [concat(list(parts), axis) for parts in zip(*found, strict=True)]
+    else:
+        found = ctx.bind(eqn, lineage.spread_axes(x, axes).base, *rest)
+        bases = found if eqn.primitive.multiple_results else [found]
+        out = [at_user_batch(ctx, eqn, y, x.lineage, axis, x.origins) for y in bases]
     return out if eqn.primitive.multiple_results else out[0]
+
+
+#: What joins a total to what is accumulated after it.
+_TOTALS: dict[str, Callable[..., jax.Array]] = {"cumprod": jnp.multiply, "cumsum": jnp.add}
+
+
+def _accumulated(ctx: Context, eqn: Any, x: Concat, joined: Callable[..., jax.Array]) -> Any:
+    """Accumulates piece by piece: [history, candidate] begins with the history's own values."""
+    axis, step, found, total = x.axis, -1 if eqn.params["reverse"] else 1, list[Any](), None
+    for part in x.parts[::step]:
+        size = part.shape[axis]
+        (own,) = ctx.run_equation(at_shapes(eqn, [part], [part.shape]), [part])
+        if total is not None:
+            like = [jax.ShapeDtypeStruct(y.shape, y.dtype) for y in (own, total)]
+            (own,) = ctx.run_closed(jax.make_jaxpr(joined)(*like), [own, total], eqn)
+        found.append(own)
+        end = 0 if step < 0 else size - 1
+        total = sliced_along(ctx, own, end, end + 1, axis) if size else total
+    return concat(found[::step], axis)
 
 
 def dynamic_slice(ctx: Context, eqn: Any, x: Any, *starts: Any) -> Any:

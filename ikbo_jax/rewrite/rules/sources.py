@@ -9,7 +9,7 @@ from jax import lax
 
 from ikbo_jax.rewrite.facts import proofs
 from ikbo_jax.rewrite.interpret import Context, shape_of
-from ikbo_jax.rewrite.rules import concatenation, placing, positions, reselect, reshaped_lookups
+from ikbo_jax.rewrite.rules import concatenation, positions, reselect, reshaped_lookups, taken
 from ikbo_jax.rewrite.rules.elementwise import at_user_batch, concat, slice_along
 from ikbo_jax.rewrite.rules.table_rows import column_of, looked_up
 from ikbo_jax.rewrite.values import lineage, rows, staged
@@ -198,7 +198,7 @@ def _gather_of_parts(ctx: Context, eqn: Any, operand: Concat, indices: Any) -> A
     numbers, sizes = eqn.params["dimension_numbers"], eqn.params["slice_sizes"]
     along = operand.axis
     if along in numbers.collapsed_slice_dims or sizes[along] != operand.shape[along]:
-        return placing.taken(ctx, eqn, operand, indices)
+        return taken.gather(ctx, eqn, operand, indices)
     kept = [d for d in range(len(sizes)) if d not in numbers.collapsed_slice_dims]
     shape, axis, parts = eqn.outvars[0].aval.shape, numbers.offset_dims[kept.index(along)], []
     for part, size in zip(operand.parts, operand.sizes, strict=True):

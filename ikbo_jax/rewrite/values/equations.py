@@ -55,7 +55,7 @@ def grows(eqn: core.JaxprEqn) -> bool:
     """
     if len(eqn.invars) != 2 or len(eqn.outvars) != 1:
         return False
-    first, second = (v.aval for v in eqn.invars)
+    first, second = [v.aval for v in eqn.invars]
     shapes = getattr(first, "shape", ()), getattr(second, "shape", ())
     if not shapes[0] or not shapes[1] or shapes[0] == shapes[1] or len(shapes[0]) != len(shapes[1]):
         return False

@@ -60,8 +60,10 @@ def may_run_before(eqn: core.JaxprEqn) -> bool:
     body, (consts, carries) = eqn.params["jaxpr"], scan_counts(eqn.params)
     if split(body, consts, eqn.params["length"]) is not None:
         return True
-    indices = tuple(v for v in body.invars[consts + carries :] if is_index(v.aval))
-    return bool(indices) and split_by_rows(body, consts, indices) is not None
+    scanned = tuple(body.invars[consts + carries :])
+    indices = tuple([v for v in scanned if is_index(v.aval)])
+    chosen = scanned if [v for v in indices if v.aval.ndim] else indices
+    return bool(indices) and split_by_rows(body, consts, chosen) is not None
 
 
 def is_index(x: Any) -> bool:

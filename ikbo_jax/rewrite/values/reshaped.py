@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import jax
 
 from ikbo_jax.rewrite.values import staged
-from ikbo_jax.rewrite.values.lineage import Deferred
+from ikbo_jax.rewrite.values.lineage import Deferred, origins_of
 from ikbo_jax.rewrite.values.registry import NotCovered, rule_of
 
 #: Calls of programs, whose rules interpret the program on any values.
@@ -95,6 +95,47 @@ class Reshaped(Deferred):
         built = [ctx.materialise(eqn, x, why) if isinstance(x, Reshaped) else x for x in operands]
         results = ctx.run_equation(eqn, built)
         return results if eqn.primitive.multiple_results else results[0]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Taken(Deferred):
+    """Stands for `take(inner, at, axis)`: positions that the program fixes, maybe repeated.
+
+    Attributes:
+      inner: a concatenation along `axis`, or an array.
+    """
+
+    inner: Any
+    at: tuple[int, ...]
+    axis: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        shape = self.inner.shape
+        return (*shape[: self.axis], len(self.at), *shape[self.axis + 1 :])
+
+    @property
+    def dtype(self) -> Any:
+        return self.inner.dtype
+
+    @property
+    def origins(self) -> frozenset:
+        return origins_of(self.inner)
+
+    @property
+    def layout(self) -> tuple[Any, ...]:
+        """All but the inner value that tells its form."""
+        return self.at, self.axis
+
+    def build(self, ctx: Any) -> jax.Array:
+        return staged.take(ctx.build(self.inner), self.at, self.axis)
+
+    def rule(self, ctx: Any, eqn: Any, operands: Any) -> Any:
+        """Runs an equation that has such values among its operands."""
+        name = eqn.primitive.name
+        if (rule := rule_of(name, "lazy" if name in CALLS else "taken")) is None:
+            raise NotCovered(f"{name} of a concatenation in another order")
+        return rule(ctx, eqn, *operands)
 
 
 def is_split(value: Any) -> bool:

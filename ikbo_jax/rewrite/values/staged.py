@@ -225,6 +225,30 @@ def gather_rows(x: Any, index: Any, axis: int) -> Any:
     return over_auto_axes(lambda *arrays: bind(primitive, arrays, params), sharding)(x, column)
 
 
+#: Of more runs of neighbouring positions than this, a lookup takes the elements.
+_MOST_RUNS = 4
+
+
+def take(x: Any, at: Any, axis: int, most_runs: int = _MOST_RUNS) -> Any:
+    """Takes elements of `x` at constant positions along `axis`, by slices if these are few."""
+    numbers, (*before, size), after = np.array(at), x.shape[: axis + 1], x.shape[axis + 1 :]
+    count = len(numbers)
+    for repeats in (True, False) if count > size and count % size == 0 else ():
+        # A gather of all pairs would transpose them: FiBiNET took 1.7 times as long on a CPU.
+        grid = np.broadcast_to(np.arange(size), (count // size, size))
+        if (numbers == (grid.T if repeats else grid).reshape(-1)).all():
+            wide = expand_dims(x, [axis + repeats])
+            pair = (size, count // size) if repeats else (count // size, size)
+            wide = broadcast_in_dim(wide, (*before, *pair, *after), range(len(wide.shape)))
+            return reshape(wide, (*before, count, *after))
+    breaks = (numbers[1:] != numbers[:-1] + 1).nonzero()[0]
+    if len(breaks) >= most_runs:
+        return gather_rows(x, jnp.asarray(numbers, jnp.int32), axis)
+    first, last = numbers[[0, *(breaks + 1)]].tolist(), numbers[[*breaks, -1]].tolist()
+    runs = zip(first, last, strict=True)
+    return concatenate([slice_in_dim(x, start, end + 1, axis) for start, end in runs], axis)
+
+
 def alike(arrays: Sequence[Any]) -> Sequence[Any]:
     """Divides arrays of one shape, and numbers, as the first of them that mesh axes divide."""
     if trace_of(arrays) is not None:
