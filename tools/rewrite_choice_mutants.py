@@ -21,8 +21,8 @@ CHOICE_MUTANTS = (
     Mutant(
         "a product with a broadcast mask hides NaN",
         "attention/changed_weights.py",
-        "whole = cast is not None and shape_of(other) == at.shape",
-        "whole = cast is not None",
+        "whole = shape_of(other) == at.shape and ctx.scope.cast_mask(other) is not None",
+        "whole = ctx.scope.cast_mask(other) is not None",
         (f"{_WEIGHTS}::test_changed_weights_of_heads[softmax(infinite) * M * per_head]",),
     ),
     Mutant(

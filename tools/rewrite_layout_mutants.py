@@ -35,9 +35,9 @@ LAYOUT_MUTANTS = (
     ),
     Mutant(
         "parts broadcast along users and along items treated as one",
-        "attention/contraction.py",
-        "broadcast = tuple(n == 1 for n in part.base.shape)",
-        "broadcast = ()",
+        "rules/taken.py",
+        "key = part.lineage or tuple(n == 1 for n in part.base.shape)",
+        "key = part.lineage or ()",
         ("tests/rewrite/test_rewrite_layouts.py::test_share_removed[grid_by_nested_vmap]",),
     ),
     Mutant(
@@ -99,9 +99,9 @@ LAYOUT_MUTANTS = (
     ),
     Mutant(
         "pairs of fields in the order of their groups",
-        "attention/pairs.py",
-        "offset[first : first + size] = np.arange(at, at + size)",
-        "offset[first : first + size] = np.arange(size)",
+        "rules/taken.py",
+        "= sum(y.shape[axis] for y in same) + np.arange(stop - start)",
+        "= np.arange(stop - start)",
         layouts("dlrm_of_alternating_fields"),
     ),
     # Positions, updates, loops and windows.
@@ -120,10 +120,10 @@ LAYOUT_MUTANTS = (
         lookups("positions by another lookup"),
     ),
     Mutant(
-        "constant positions that are no run",
-        "rules/placing.py",
-        "np.flatnonzero(np.diff(flat) != 1)",
-        "np.flatnonzero(np.diff(flat) < 1)",
+        "constant positions in another order",
+        "rules/taken.py",
+        "if len(at) == shape[axis] and (at == np.arange(len(at))).all():",
+        "if len(at) == shape[axis]:",
         layouts("fields_chosen_by_constants"),
     ),
     Mutant(
@@ -150,8 +150,8 @@ LAYOUT_MUTANTS = (
     Mutant(
         "windows along the looked-up axis",
         "rules/row_rules.py",
-        '    if x.axis in axes:\n        raise NotCovered(f"{eqn.primitive.name} along',
-        '    if False:\n        raise NotCovered(f"{eqn.primitive.name} along',
+        "if (axis := x.axis) in axes:",
+        "if (axis := x.axis) in axes and False:",
         lookups("windows of candidates"),
     ),
     Mutant(
