@@ -268,7 +268,7 @@ def test_numbers_of_numpy_are_integers_and_shapes_are_no_weights() -> None:
 @pytest.mark.parametrize("size", ["2", None, 2.0, True, -1, np.ones((1, 1))])
 def test_sizes_of_checks_are_integers(size: Any) -> None:
     def message(name: str) -> str:
-        end = f"{', known while tracing' * (size != -1)}, but is {size!r}"
+        end = f"{', known while tracing' * (repr(size) != '-1')}, but is {size!r}"
         return re.escape(f"{name} must be an integer of at least 0{end}")
 
     with pytest.raises(ValueError, match=message("num_users")):
