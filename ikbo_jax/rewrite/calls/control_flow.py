@@ -17,7 +17,7 @@ from ikbo_jax.rewrite.attention import blocks
 from ikbo_jax.rewrite.calls import loops, sharing
 from ikbo_jax.rewrite.interpret import Context, at_shapes
 from ikbo_jax.rewrite.report.recorder import Log
-from ikbo_jax.rewrite.rules.concatenation import concatenated
+from ikbo_jax.rewrite.rules.concatenation import MOST_LOOPS, concatenated
 from ikbo_jax.rewrite.rules.elementwise import sliced_along
 from ikbo_jax.rewrite.values import constraints, hoisting, jaxprs
 from ikbo_jax.rewrite.values.equations import on_integers
@@ -134,7 +134,7 @@ def scan(ctx: Context, eqn: Any, *operands: Any) -> Any:
     end = n_consts + n_carry
     consts, init, xs = [*operands[:n_consts]], [*operands[n_consts:end]], [*operands[end:]]
     wholes = [x for x in xs if isinstance(x, Concat) and x.axis == 0]
-    if wholes and len(wholes[0].parts) <= 4:  # Each piece is a loop.
+    if wholes and len(wholes[0].parts) <= MOST_LOOPS:
         return _by_pieces(ctx, eqn, wholes[0], consts, init, xs)
     if hoisted is not None:
         first, jaxpr = hoisted

@@ -35,14 +35,14 @@ def batched_product(
     if lhs_batch:
         both = zip(arrays, arrays[::-1], labels, labels[::-1], strict=True)
         arrays = [_repeated(*sides) for sides in both]
-    for side, array in enumerate(arrays if lhs_batch else ()):
-        ones = [
-            d
-            for d, label in enumerate(labels[side])
-            if label[0] == "b" and array.shape[d] == 1 and sizes[label] != 1
-        ]
-        arrays[side] = staged.squeeze(array, ones)
-        labels[side] = [label for d, label in enumerate(labels[side]) if d not in ones]
+        for side, array in enumerate(arrays):
+            ones = [
+                d
+                for d, label in enumerate(labels[side])
+                if label[0] == "b" and array.shape[d] == 1 and sizes[label] != 1
+            ]
+            arrays[side] = staged.squeeze(array, ones)
+            labels[side] = [label for d, label in enumerate(labels[side]) if d not in ones]
     contract = [label for label in labels[0] if label[0] == "c"]
     batch = [label for label in labels[0] if label in labels[1] and label[0] == "b"]
     # Both operands have the same size in every remaining batch dimension, perhaps 1: after

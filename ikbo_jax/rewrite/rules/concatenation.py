@@ -28,6 +28,9 @@ from ikbo_jax.rewrite.values.lineage import (
 )
 from ikbo_jax.rewrite.values.registry import NotCovered
 
+#: A scan, or a cumulative sum, along more parts than this runs on the whole: each part is a loop.
+MOST_LOOPS = 4
+
 
 def concatenate(ctx: Context, eqn: Any, *operands: Any) -> Any:
     """Concatenates values, whose parts stay lazy."""

@@ -12,6 +12,7 @@ from ikbo_jax.rewrite.facts import proofs
 from ikbo_jax.rewrite.facts.known import known
 from ikbo_jax.rewrite.interpret import Context, at_shapes, shape_of
 from ikbo_jax.rewrite.rules import placing, positions, reselect
+from ikbo_jax.rewrite.rules.concatenation import MOST_LOOPS
 from ikbo_jax.rewrite.rules.elementwise import (
     at_user_batch,
     common_lineage,
@@ -148,8 +149,9 @@ def in_rows(ctx: Context, eqn: Any, x: Any, *rest: Any, axes: Any = None) -> Any
         raise NotCovered(f"{eqn.primitive.name} of other values than one lookup")
     axes = IN_ROWS[eqn.primitive.name](eqn.params, len(x.shape)) if axes is None else axes
     if (axis := x.axis) in axes:
-        if isinstance(x, Concat) and eqn.primitive.name in _TOTALS and len(x.parts) <= 4:
-            return _accumulated(ctx, eqn, x, _TOTALS[eqn.primitive.name])
+        joined = _TOTALS.get(eqn.primitive.name)
+        if isinstance(x, Concat) and joined and len(x.parts) <= MOST_LOOPS:
+            return _accumulated(ctx, eqn, x, joined)
         kind = "concatenated" if isinstance(x, Concat) else "looked-up"
         raise NotCovered(f"{eqn.primitive.name} along the {kind} axis")
     if isinstance(x, Concat):
