@@ -22,13 +22,11 @@ KERNELS = (
 )
 REWRITE_PARTS = ("rewrite.values", "rewrite.facts", "rewrite.report", "rewrite.interpret")
 REWRITERS = ("rewrite.rules", "rewrite.attention", "rewrite.calls")
-OPS = ("problems", "reference", "masks", "tuning", *KERNELS)
+OPS = ("integers", "problems", "reference", "masks", "tuning", *KERNELS)
 ALLOWED: dict[str, tuple[str, ...]] = {
-    "_version": (),
-    "_timing": (),
-    "debug": (),
-    "masks": ("reference",),
-    "placement": (),
+    **dict.fromkeys(("_version", "_timing", "integers", "placement"), ()),
+    "debug": ("integers",),
+    "masks": ("integers", "reference"),
     "problems": (),
     "reference": (),
     # Models reach it as arguments.
@@ -56,13 +54,13 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "rewrite.calls": ("ops", *REWRITE_PARTS, "rewrite.rules", "rewrite.attention"),
     "rewrite.primitives": ("rewrite.values", *REWRITERS),
     "rewrite": (*REWRITE_PARTS, *REWRITERS, "rewrite.primitives"),
-    "layers": ("ops", "masks"),
+    "layers": ("integers", "ops", "masks"),
     "models": ("ops", "layers"),
     "cases": (*OPS, "ops", "models"),
     # The table stands below the ops; the tuner times the kernels themselves.
     "autotuner": ("problems", "tuning", "ops", "cases", "_timing"),
     # Imports the tuner and the timing where it runs them.
-    "measure": ("problems", "tuning", "ops", "autotuner", "_timing"),
+    "measure": ("integers", "problems", "tuning", "ops", "autotuner", "_timing"),
     "cli": (
         *(*OPS, "ops", "cases", "autotuner", "rewrite", "layers", "models"),
         *("debug", "_timing", "_version"),
