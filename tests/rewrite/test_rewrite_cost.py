@@ -147,9 +147,8 @@ def test_features_that_constants_select_keep_xlas_gradient_in_float32(monkeypatc
         assert_same_up_to_rounding(*(jax.jit(g)(*args) for g in gradients), 1e-4)
 
 
-def test_on_a_gpu_selected_features_have_a_price(monkeypatch) -> None:
+def test_on_a_gpu_selected_features_have_a_price() -> None:
     """As pairs of fields, which may take most of the time."""
-    monkeypatch.setattr(cost, "on_gpu", lambda: True)
 
     def matrices(user, cand, index, w):
         x = jnp.concatenate([user[index], cand], axis=1)
@@ -157,8 +156,10 @@ def test_on_a_gpu_selected_features_have_a_price(monkeypatch) -> None:
 
     shapes = (48, 16, 32), (2976, 8, 32), (2976,), (24, 24, 32, 32)
     args = [jax.ShapeDtypeStruct(x, "bfloat16" if x[1:] else "int32") for x in shapes]
-    (report,) = ikbo.explain(ikbo.rewrite(matrices), *args).notes
+    with ikbo.export_target("H200"):
+        (report,) = ikbo.explain(ikbo.rewrite(matrices), *args).notes
     assert "it would take as long on a GPU" in report.reason  # Took 1.4 of the original's time.
+    assert ikbo.explain(ikbo.rewrite(matrices), *args).notes[0].changed
 
     def nbytes(fn, *args):
         return cost.program_cost(jax.make_jaxpr(fn)(*args)).nbytes
@@ -190,9 +191,9 @@ def test_on_a_gpu_a_product_with_vectors_looks_up_for_itself(monkeypatch) -> Non
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("model", sorted(MODELS.keys() - {"dien", "transformer"}))
+@pytest.mark.parametrize("model", sorted(MODELS.keys() - {"dien", "transformer", "xdeepfm"}))
 def test_the_report_is_what_xla_counts(model, dtype) -> None:
-    """But for loops, of which XLA counts one step."""
+    """But for loops, of which XLA counts one step; versions of XLA decide whether xDeepFM runs."""
     program = Program(model, SIZES, dtype)
     args, programs = program.shapes, (program.scores, ikbo.rewrite(program.scores))
     (report,) = ikbo.explain(programs[1], *args).notes

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.extend import core
 
-from ikbo_jax.ops import explain
+from ikbo_jax.ops import explain, target
 from ikbo_jax.rewrite.report.compiled import Compiled
 from ikbo_jax.rewrite.report.products import (
     ALONE,
@@ -63,8 +63,8 @@ class Cost(NamedTuple):
 
 
 def on_gpu() -> bool:
-    """Whether programs are traced for a GPU."""
-    return jax.default_backend() == "gpu"
+    """Whether programs are traced for a GPU, or for one that `export_target` names."""
+    return target.current() is not None or jax.default_backend() == "gpu"
 
 
 class _Device(NamedTuple):
