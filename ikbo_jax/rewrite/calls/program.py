@@ -20,7 +20,7 @@ from ikbo_jax.rewrite.report.recorder import Recorder
 from ikbo_jax.rewrite.rules import unread, variants
 from ikbo_jax.rewrite.values.dead_code import without_dead_code
 from ikbo_jax.rewrite.values.equations import described
-from ikbo_jax.rewrite.values.jaxprs import call, evaluate, trace, with_constants_last
+from ikbo_jax.rewrite.values.jaxprs import call, evaluate, trace, with_traced_constants_last
 from ikbo_jax.rewrite.values.lineage import is_plain
 from ikbo_jax.rewrite.values.scope import ProgramCache
 
@@ -142,13 +142,13 @@ class _Original:
         program = without_dead_code(trace(interpreted, inputs, self.jaxpr))
         if has_unread:
             unread.check(program)
+        recorder.usual = program
         return self._with_exceptions(program, inputs, exceptions) if exceptions else program
 
     def _with_exceptions(self, program: Any, inputs: Sequence[Any], count: int) -> Any:
         """Returns a program that runs the original, too, if a condition is True.
 
         The last `count` results are the conditions, which the returned program does not return.
-        `cost` counts no work of `rows_without_kept_keys`.
         """
         if program.effects:
             raise unread.RowsAreRead
@@ -298,7 +298,8 @@ def _interpreted(original: _Original, inputs: list[Any]) -> tuple[_Original, Rec
             program = original.rewritten(inputs, Recorder(muted=True), differentiated=True)
             recorder.gradient_differs = False
         if recorder.changed:
-            recorder.programs = tuple(map(with_constants_last, (original.jaxpr, program)))
+            programs = original.jaxpr, recorder.usual
+            recorder.programs = tuple(map(with_traced_constants_last, programs))
             before, after = cost.decisive_costs(*recorder.programs)
             recorder.refusal = cost.refusal(after, before)
             recorder.gradient_is_as_written = not (

@@ -1,8 +1,8 @@
 """A cost model of traced programs: a rewritten program runs only if it does not cost more.
 
 The costs are the floating-point operations of products, the bytes that kernels read and write, and
-the number of kernels, by the model in docs/rewrite.md. This module counts the kernels that a GPU
-runs; `cpu_cost` counts the kernels that a CPU runs.
+the number of kernels, by the model in docs/rewrite.md, which counts the kernels that a GPU runs. On
+a CPU, where to compile a program takes little time, XLA counts the bytes.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import jax
 from jax.extend import core
 
-from ikbo_jax.ops import explain
-from ikbo_jax.rewrite.report.cpu_cost import CpuCost
+from ikbo_jax.ops import explain, target
+from ikbo_jax.rewrite.report.compiled import Compiled
 from ikbo_jax.rewrite.report.products import (
     ALONE,
     INLINED,
@@ -23,7 +23,6 @@ from ikbo_jax.rewrite.report.products import (
     MANY_PARTS,
     MOVES,
     PARTS,
-    RARE,
     REDUCTIONS,
     SAME,
     SELECTED_BYTES,
@@ -52,9 +51,10 @@ class Cost(NamedTuple):
     """Holds the cost of a program; expressions if its dimensions are symbolic.
 
     Attributes:
-      flops: floating-point operations of products; a multiply-add counts as two.
+      flops: floating-point operations of products; a multiply-add counts as two. Of all operations,
+        where XLA counts.
       nbytes: bytes read and written.
-      launches: kernels.
+      launches: kernels; 0 where XLA counts.
     """
 
     flops: int = 0
@@ -63,8 +63,8 @@ class Cost(NamedTuple):
 
 
 def on_gpu() -> bool:
-    """Whether programs are traced for a GPU."""
-    return jax.default_backend() == "gpu"
+    """Whether programs are traced for a GPU, or for one that `export_target` names."""
+    return target.current() is not None or jax.default_backend() == "gpu"
 
 
 class _Device(NamedTuple):
@@ -141,25 +141,39 @@ def _text(amount: Any) -> str:
 
 
 def program_cost(program: Any) -> Cost:
-    """Computes the cost of a traced program for the report."""
-    return Cost(*(_counted if on_gpu() else CpuCost)(program, {}).sums)
+    """Counts the kernels that a GPU runs of a traced program."""
+    return Cost(*_counted(program, {}).sums)
+
+
+def reported_costs(original: Any, rewritten: Any) -> list[Cost]:
+    """Computes the costs of two programs for the report: on a CPU, as XLA counts them."""
+    return _costs_by_xla((original, rewritten)) or [program_cost(x) for x in (original, rewritten)]
 
 
 def decisive_costs(original: Any, rewritten: Any) -> list[Cost]:
     """Computes the costs that decide which of two programs runs, at each trace.
 
     On a CPU, most rewritten programs save so much, or are so small, that the kernels of a GPU
-    decide, which take a tenth of the time to count.
+    decide, which take a hundredth of the time of a compilation to count.
     """
     programs = original, rewritten
-    costs = [Cost(*_counted(x, {}).sums) for x in programs]
+    costs = [program_cost(x) for x in programs]
     before, after = map(femtoseconds, costs)
     allowed = (100 - _CLEAR_PERCENT) * before + 50 * _CPU.slack
-    if on_gpu() or lineage.is_at_least(allowed, 100 * after):
-        return costs
-    # XLA's path of an op computes groups of candidates that are padded; its useful FLOPs decide.
-    pairs = zip(programs, costs, strict=True)
-    return [program_cost(program)._replace(flops=cost.flops) for program, cost in pairs]
+    if not lineage.is_at_least(allowed, 100 * after) and (by_xla := _costs_by_xla(programs)):
+        # XLA's path of an op computes groups of candidates that are padded; useful FLOPs decide.
+        return [x._replace(nbytes=y.nbytes) for x, y in zip(costs, by_xla, strict=True)]
+    return costs
+
+
+def _costs_by_xla(programs: Sequence[Any]) -> list[Cost]:
+    """Returns what XLA counts of programs for a CPU; [] on a GPU, or if it cannot compile them."""
+    compiled = Compiled()
+    try:
+        return [] if on_gpu() else [Cost(*compiled.counts(x)) for x in programs]
+    except Exception:
+        # They have kernels of a GPU, symbolic dimensions, or collectives over axes around them.
+        return []
 
 
 class _Fused(NamedTuple):
@@ -196,7 +210,7 @@ def _counted(program: Any, known: dict[Any, Any], *, inlined: bool = False) -> _
     if key in known:
         found: _Counted = known[key]
         return found
-    without, rare = explain.WITHOUT_PROGRAMS, RARE
+    without = explain.WITHOUT_PROGRAMS
     walk = _Walk(known)
     alone, calls = walk.alone, walk.calls
     if not inlined:
@@ -209,7 +223,7 @@ def _counted(program: Any, known: dict[Any, Any], *, inlined: bool = False) -> _
             continue
         inner = inner_programs(eqn)
         of_op = name == "jit" and params["name"] in OPS
-        if inner and not of_op and ("name" not in params or params["name"] not in rare):
+        if inner and not of_op:
             calls[id(eqn)] = ()
             if name in INLINED:
                 counted = _counted(inner[0], known, inlined=True)
@@ -317,7 +331,7 @@ class _Walk:
                     self.bytes_of((v,)), self.bytes_of(table)
                 )
                 self.place(v, table if is_table else frozenset([v]), name in MOVES)
-        elif params.get("name") not in RARE:
+        else:
             for v in eqn.outvars:
                 self.place(v, self._read_of(eqn.invars), is_moved=False)
 

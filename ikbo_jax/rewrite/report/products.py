@@ -64,10 +64,6 @@ INLINED = frozenset(
     ikbo_rewritten jit
     """.split()  # noqa: SIM905
 )
-#: Functions that `masks` calls in a branch that only rare values of the inputs take: users without
-#: any kept key, beside logits above 30 for a mask of -1e9 in float32.
-RARE = ("rows_without_kept_keys",)
-
 #: Computes the bytes of an array, once for each shape and dtype.
 bytes_of = functools.lru_cache(maxsize=4096)(lineage.bytes_of)
 
@@ -156,18 +152,22 @@ def _useful_flops(problem: Any) -> int:
 Sums = list[int]
 
 
-def sums_of_calls(
-    eqn: core.JaxprEqn, known: dict[Any, Any], count: Callable[[Any], Sequence[int]]
-) -> Sums:
-    """Adds up what the programs that an equation calls cost."""
+def steps_of(eqn: core.JaxprEqn, known: dict[Any, Any]) -> list[tuple[int, Any]]:
+    """Returns the programs that an equation calls, each with the number of its calls."""
     length, programs = eqn.params.get("length", 1), inner_programs(eqn)
-    found = [(length, x) for x in programs]
     if length != 1 and not PRODUCTS.isdisjoint([x.primitive.name for x in programs[0].eqns]):
         # XLA computes products before a loop that are the same in every step.
         parts = split(programs[0], scan_counts(eqn.params)[0], length)
         if parts := known.setdefault(("parts", id(programs[0])), parts):
-            found = list(zip((1, length), parts, strict=True))
-    costs = [(times, count(x)) for times, x in found]
+            return list(zip((1, length), parts, strict=True))
+    return [(length, x) for x in programs]
+
+
+def sums_of_calls(
+    eqn: core.JaxprEqn, known: dict[Any, Any], count: Callable[[Any], Sequence[int]]
+) -> Sums:
+    """Adds up what the programs that an equation calls cost."""
+    costs = [(times, count(x)) for times, x in steps_of(eqn, known)]
     if eqn.primitive.name == "cond":
         # The branch with most FLOPs; of two, the one with more bytes.
         for n in (1, 0):
@@ -177,5 +177,5 @@ def sums_of_calls(
 
             costs.insert(0, lineage.largest(costs, amount))
         costs = costs[:1]
-    flops = sum([length * sums[0] for _, sums in costs])
+    flops = eqn.params.get("length", 1) * sum([sums[0] for _, sums in costs])
     return [flops, *[sum([times * sums[n] for times, sums in costs]) for n in (1, 2)]]

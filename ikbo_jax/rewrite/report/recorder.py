@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from ikbo_jax.ops import explain
-from ikbo_jax.rewrite.report.cost import program_cost
+from ikbo_jax.rewrite.report.cost import reported_costs
 from ikbo_jax.rewrite.report.report import (
     UNKNOWN,
     BothCosts,
@@ -67,6 +67,8 @@ class Recorder:
         self.muted = muted
         # The original and the rewritten program, without constants, which may be tracers.
         self.programs: tuple[Any, ...] = ()
+        # The rewritten program without the original, which runs for rare values of the inputs.
+        self.usual: Any = None
         self.reason = ""
         # The equations that call the program being interpreted, outermost first. If an equation was
         # traced inside a jitted library function, its line may be unknown; then the line of the
@@ -195,7 +197,7 @@ class Recorder:
     def report(self) -> RewriteReport:
         changed = self.changed and not self.refusal
         broadcasts = tuple(b.freeze() for b in self.broadcasts if b.certain)
-        costs = map(program_cost, self.programs) if changed else ()
+        costs = reported_costs(*self.programs) if changed else ()
         lookups = tuple(self._lookups.values())
         if not changed:
             why = self.refusal or "nothing is gained by it"

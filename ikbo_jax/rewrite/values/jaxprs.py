@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax.extend import core, linear_util, source_info_util
 from jax.interpreters import partial_eval
 
@@ -72,6 +73,19 @@ def trace(
 def with_constants_last(program: core.Jaxpr) -> core.Jaxpr:
     """Turns the constants of a program into its last arguments."""
     return program.replace(constvars=[], invars=[*program.invars, *program.constvars])
+
+
+def with_traced_constants_last(program: core.Jaxpr) -> core.Jaxpr:
+    """Turns those constants of a program into its last arguments that are no arrays."""
+    constants = list(zip(program.constvars, program.consts, strict=True))
+    known = [(v, x) for v, x in constants if _is_known(x)]
+    others = [v for v, x in constants if not _is_known(x)]
+    constvars, consts = ([pair[k] for pair in known] for k in (0, 1))
+    return program.replace(constvars=constvars, consts=consts, invars=[*program.invars, *others])
+
+
+def _is_known(x: Any) -> bool:
+    return isinstance(x, (jax.Array, np.ndarray)) and not isinstance(x, jax.core.Tracer)
 
 
 def evaluate(
