@@ -333,9 +333,9 @@ def _copy(own: _Range) -> None:
             wanted = number < most
             candidate = lax.div(jnp.minimum(number, most - 1), same(shape.vectors))
             vector = jnp.minimum(number, most - 1) - candidate * shape.vectors
-            copies.append((candidate, vector, wanted))
-        loaded = queries.load([(own.first + candidate, vector) for candidate, vector, _ in copies])
-        for (candidate, vector, wanted), words in zip(copies, loaded, strict=True):
+            (words,) = queries.load([(own.first + candidate, vector)])
+            copies.append((candidate, vector, words, wanted))
+        for candidate, vector, words, wanted in copies:
             place = threads.read(own.shared.ranks, candidate)
             ordered.store(place, vector, words, wanted)
 
