@@ -50,15 +50,13 @@ def kernel_vjp(
     """
     # Imported here because a machine without a GPU never needs it.
     from ikbo_jax.pallas.gdpa_backward import kernels, masked, softmax
-    from ikbo_jax.pallas.hopper import mosaic
     from ikbo_jax.pallas.worklist import by_xla, works
     from ikbo_jax.pallas.worklist.lists import Offsets, WorkSettings
 
     query, key, value = arrays[:3]
     config = config or configs.default_config(query.shape[-1])
     parts = _parts(arrays, settings, num_sms)
-    # Interpretation would run the lists thread by thread.
-    list_works = by_xla.works if mosaic.is_interpreted() else works.works
+    list_works = by_xla.works if by_xla.is_preferred() else works.works
     has_softmax, has_mask = SOFTMAX in settings.activations, arrays.intervals is not None
     stored = _stored_rows(arrays, settings) if has_mask else 0
     work_settings = WorkSettings(

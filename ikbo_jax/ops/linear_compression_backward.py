@@ -168,13 +168,13 @@ def _sums(cotangent: jax.Array, index: jax.Array, users: int) -> jax.Array:
 
     XLA sums where kernels are interpreted: the interpreter runs this kernel thread by thread.
     """
-    from ikbo_jax.pallas.hopper import mosaic
+    from ikbo_jax.pallas.worklist import by_xla
 
     batch, *shape = cotangent.shape
     width = math.prod(shape)
     ways = ranked(SegmentSumProblem(batch, users, width, str(cotangent.dtype)))
     config = ways[0].config if ways else None
-    if mosaic.is_interpreted() or config is None:
+    if by_xla.is_preferred() or config is None:
         return segment_sum(cotangent, index, users).astype(cotangent.dtype)
     from ikbo_jax.pallas.look_up.sums import segment_sum_kernel
 

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from ikbo_jax.pallas.hopper import mosaic
 from ikbo_jax.pallas.worklist import counted_order
 from ikbo_jax.pallas.worklist.keys_of_tile import keys_of_tile
 from ikbo_jax.pallas.worklist.lists import (
@@ -28,6 +29,11 @@ from ikbo_jax.pallas.worklist.lists import (
 from ikbo_jax.problems.hopper import TILE_ROWS
 from ikbo_jax.reference import jagged
 from ikbo_jax.reference.hstu import Sequence
+
+
+def is_preferred() -> bool:
+    """Returns whether kernels are interpreted, which runs lists and sums thread by thread."""
+    return mosaic.is_interpreted()
 
 
 class _Rows(NamedTuple):
