@@ -82,8 +82,7 @@ class Recorder:
         self.layers: list[str] = []
         # The outcomes of the original's lookups, by the identity of their equations.
         self._lookups: dict[int, Lookup] = {}
-        # Whether XLA adds a gradient of these lookups by a scatter that adds several numbers of
-        # fewer than 32 bits to one; the gradient of a tile is a reduction.
+        # Whether XLA adds a lookup's gradient by a scatter that adds many narrow numbers to one.
         self.sums_are_narrow = False
 
     def list_lookups(
