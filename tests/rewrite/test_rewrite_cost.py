@@ -110,13 +110,16 @@ def test_on_a_gpu_a_small_program_is_rewritten_for_derivatives_alone(monkeypatch
     def loss(fn):
         return jax.grad(lambda user, *rest: fn(user, *rest).sum())
 
+    def gradient_of(fn):
+        return str(jax.make_jaxpr(loss(ikbo.rewrite(fn)))(*args))
+
     assert str(jax.make_jaxpr(ikbo.rewrite(features))(*args)).count("gather") == 1
     (report,) = ikbo.explain(ikbo.rewrite(features), *args).notes
     assert not report.changed
     assert ("its derivative is rewritten" in str(report)) == is_narrow
     assert ("its gradient, too, is as written" in str(report)) != is_narrow
-    gradient = str(jax.make_jaxpr(loss(ikbo.rewrite(features)))(*args))
-    assert ("_user_rows" in gradient) == is_narrow
+    assert ("_user_rows" in gradient_of(features)) == is_narrow
+    assert "_user_rows" not in gradient_of(lambda user, cand, *_: jnp.tile(user, (32, 1)) * cand)
     both = (np.float32(jax.jit(loss(fn))(*args)) for fn in (features, ikbo.rewrite(features)))
     assert_same_up_to_rounding(*both, 3e-2 if is_narrow else 1e-5)
     large = [jax.ShapeDtypeStruct(x, jnp.float32) for x in ((U, 2048), (2**15, 64), (2112, 512))]
@@ -126,7 +129,16 @@ def test_on_a_gpu_a_small_program_is_rewritten_for_derivatives_alone(monkeypatch
     monkeypatch.setattr(cost, "refusal", lambda *_: "")
     product = ikbo.rewrite(lambda user, cand, i, w: jnp.tanh(user[i, :4]) * (cand @ w[:8]))
     assert ikbo.explain(product, *args).notes[0].changed
-    assert ("_user_rows" in str(jax.make_jaxpr(loss(product))(*args))) == is_narrow
+    assert ("_user_rows" in gradient_of(product)) == is_narrow
+    assert ("[512,4] = tanh" in gradient_of(product)) != is_narrow
+    # A program that would take longer is differentiated as written, but for its lookups.
+    monkeypatch.setattr(cost, "refusal", lambda *_: cost.LONGER)
+    monkeypatch.setattr(cost, "takes_longer", lambda *_: True)
+    assert ("_user_rows" in gradient_of(product)) == is_narrow
+    assert "[512,4] = tanh" in gradient_of(product)
+    # The gradient of products with one-hot vectors is as written: rewritten, it took 1.05 as long.
+    costs = cost.Cost(1_316_868_096, 15_571_264, 4), cost.Cost(1_463_144_448, 22_412_864, 6)
+    assert cost.saves_lookups_alone(*costs)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
@@ -173,6 +185,8 @@ def test_on_a_gpu_selected_features_have_a_price() -> None:
     few, many = (nbytes(lambda *x: jnp.concatenate(x, 1).sum(-1), *parts[:n]) for n in (4, 12))
     assert few == 4 * (8 * 4 * 16 + 8 * 4)
     assert many == 4 * (8 * 12 * 16 + 8 * 12) + 2 * 8 * 12 * 16
+    repeated = nbytes(lambda x: jnp.repeat(x, 4, axis=1).sum(-1), x)
+    assert repeated == 4 * (8 * 4 * 16 + 8 * 16) + 3 * 8 * 16 * 16
 
 
 def test_on_a_gpu_a_product_with_vectors_looks_up_for_itself(monkeypatch) -> None:
