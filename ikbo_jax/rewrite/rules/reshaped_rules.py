@@ -12,8 +12,8 @@ from jax import lax
 
 from ikbo_jax.rewrite.facts import known
 from ikbo_jax.rewrite.interpret import Context, at_shapes, shape_of
-from ikbo_jax.rewrite.rules import elementwise, row_rules
-from ikbo_jax.rewrite.rules.batched import dims_of, labels_of
+from ikbo_jax.rewrite.rules import apart, elementwise, row_rules
+from ikbo_jax.rewrite.rules.batched import dims_of
 from ikbo_jax.rewrite.rules.reshaped_axes import (
     Axes,
     again,
@@ -27,7 +27,7 @@ from ikbo_jax.rewrite.rules.reshaped_axes import (
 from ikbo_jax.rewrite.values import staged
 from ikbo_jax.rewrite.values.lineage import Concat
 from ikbo_jax.rewrite.values.registry import NotCovered, Rule
-from ikbo_jax.rewrite.values.reshaped import Group, Reshaped, is_split, plain_groups
+from ikbo_jax.rewrite.values.reshaped import Apart, Group, Reshaped, is_split, plain_groups
 
 #: Computes the parameters before the reshape, and the groups of the results.
 _Params = Callable[[Axes, Any, Any], tuple[dict[str, Any], Any]]
@@ -143,8 +143,10 @@ def transpose(ctx: Context, eqn: Any, x: Reshaped) -> Any:
     at = [order.index(d) for d in own]
     if at == list(range(min(at, default=0), max(at, default=-1) + 1)):
         return _transpose(ctx, eqn, x)
-    ones = [d for d in order[min(at) : max(at) + 1] if shape[d] == 1]
-    if ones:
+    within = [d - own.start for d in order if d in own]
+    between = order[min(at) : max(at) + 1]
+    ones = [d for d in between if shape[d] == 1]
+    if ones and all(d in own or d in ones for d in between):
         # Without them, the other dimensions stay together.
         kept = [d for d in range(len(shape)) if d not in ones]
         narrow = to_shape(ctx, eqn, x, [shape[d] for d in kept])
@@ -153,9 +155,11 @@ def transpose(ctx: Context, eqn: Any, x: Reshaped) -> Any:
         moved = equation(eqn, lax.transpose_p, [narrow], sizes, params)
         (result,) = ctx.run_equation(moved, [narrow])
         return to_shape(ctx, eqn, result, eqn.outvars[0].aval.shape)
-    within = [d - own.start for d in order if d in own]
-    if within == sorted(within):
-        raise NotCovered("dimensions that look rows up together are moved apart")
+    if within == sorted(within) or x.inner.rule is not None:
+        beside = apart.gathered(order, own)
+        moved = apart.transposed(ctx, eqn, x, beside)
+        back = tuple(map(beside.index, order))
+        return Apart(moved, back) if is_split(moved) else apart.transposed(ctx, eqn, moved, back)
     x = _with_rows_moved(ctx, eqn, x, lambda rows: rows.transpose(within))
     order = [own.start + within.index(d - own.start) if d in own else d for d in order]
     return _run_on(ctx, eqn, x, permutation=tuple(order))
@@ -221,11 +225,25 @@ def unstack(axes: Axes, eqn: Any, operands: Any) -> Any:
     return {"axis": inner}, [*axes.groups[:n], *axes.groups[n + 1 :]]
 
 
-@_rule
-def broadcast(axes: Axes, eqn: Any, operands: Any) -> Any:
-    """Adds dimensions."""
+def broadcast(ctx: Context, eqn: Any, *operands: Any) -> Any:
+    """Adds dimensions, perhaps between those that look rows up together."""
     if len(operands) > 1:
         raise NotCovered("broadcast to a dynamic shape")
+    (x,), dims = operands, list(map(int, eqn.params["broadcast_dimensions"]))
+    if ones := apart.ones_of(x):
+        kept = [d for d in range(len(dims)) if d not in ones]
+        x = to_shape(ctx, eqn, x, [x.shape[d] for d in kept])
+        dims = [dims[d] for d in kept]
+        return _run_on(ctx, eqn, x, broadcast_dimensions=tuple(dims))
+    own = [dims[d] for d in axes_of(x.groups).together] if x.splits else []
+    if own != list(range(min(own, default=0), max(own, default=-1) + 1)):
+        return apart.broadcast(ctx, eqn, x)
+    return _broadcast(ctx, eqn, x)
+
+
+@_rule
+def _broadcast(axes: Axes, eqn: Any, operands: Any) -> Any:
+    """Adds dimensions; those of a group stay together."""
     shape, dims = eqn.params["shape"], list(map(int, eqn.params["broadcast_dimensions"]))
     targets = [[dims[d] for d in axes.dims[n]] for n in axes.special]
     groups = [axes.groups[n] for n in axes.special]
@@ -262,8 +280,8 @@ def reshape_again(ctx: Context, eqn: Any, x: Reshaped) -> Any:
 def dot_general(ctx: Context, eqn: Any, lhs: Any, rhs: Any) -> Any:
     """Multiplies; a group is summed or a batch dimension of both operands, or is in one of them."""
     (contract, batch), operands = dims_of(eqn), (lhs, rhs)
-    if any(is_split(x) and _ones(x) for x in operands):
-        return _dot_without_ones(ctx, eqn, operands)
+    if (found := apart.dot_general(ctx, eqn, lhs, rhs)) is not None:
+        return found
     axes = [
         axes_of(x.groups if type(x) is Reshaped else plain_groups(shape_of(x))) for x in operands
     ]
@@ -284,37 +302,6 @@ def dot_general(ctx: Context, eqn: Any, lhs: Any, rhs: Any) -> Any:
         rank = len(shape_of(operands[side]))
         out += x.chosen([d for d in range(rank) if d not in contract[side] + batch[side]])
     return run_before(ctx, eqn, flat, axes_of(tuple(out)), dimension_numbers=numbers)
-
-
-def _ones(x: Any) -> set[int]:
-    """Finds dimensions of size 1 beside several others that look rows up together."""
-    own = axes_of(x.groups).together if is_split(x) else ()
-    ones = {d for d in own if x.shape[d] == 1}
-    return ones if len(ones) < len(own) - 1 else set()
-
-
-def _dot_without_ones(ctx: Context, eqn: Any, operands: Any) -> Any:
-    """Multiplies without dimensions of size 1 between those that look rows up together."""
-    contract, batch = dims_of(eqn)
-    names = list(map(labels_of, "lr", operands, contract, batch))
-    ones = {own[d] for x, own in zip(operands, names, strict=True) for d in _ones(x)}
-    sizes = dict(
-        zip(names[0] + names[1], shape_of(operands[0]) + shape_of(operands[1]), strict=True)
-    )
-    names = [[x for x in own if x not in ones] for own in names]
-    narrow = [
-        to_shape(ctx, eqn, x, [sizes[y] for y in own])
-        for x, own in zip(operands, names, strict=True)
-    ]
-    paired = [
-        [x for x in (f"{kind}{n}" for n in range(len(dims[0]))) if x not in ones]
-        for kind, dims in (("c", contract), ("b", batch))
-    ]
-    numbers = tuple(tuple(tuple(map(own.index, of)) for own in names) for of in paired)
-    out = [*paired[1], *(x for own in names for x in own if x[0] in "lr")]
-    inner = at_shapes(eqn, narrow, [tuple([sizes[x] for x in out])], dimension_numbers=numbers)
-    (result,) = ctx.run_equation(inner, narrow)
-    return to_shape(ctx, eqn, result, eqn.outvars[0].aval.shape)
 
 
 def _paired(axes: list[Axes], contract: Any, batch: Any, side: int) -> list[tuple[Any, Group]]:

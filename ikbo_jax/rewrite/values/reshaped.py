@@ -4,7 +4,8 @@
 and interleaves a concatenation along positions. `x[index]` with an index [requests, slots] is
 `x[index.reshape(-1)]`, whose looked-up axis is split. A `Reshaped` keeps the value before the
 reshape, and an equation on it becomes the same equation on the value before it. A reshape back
-returns to that value.
+returns to that value. An `Apart` is a transpose of such a value that puts other dimensions between
+the parts of the looked-up axis.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 
@@ -42,7 +43,59 @@ class Group(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Reshaped(Deferred):
+class Moved(Deferred):
+    """Is the base class of values that stand for another value in another layout.
+
+    Attributes:
+      inner: the other value.
+      kind: tells the rules of the value, see `registry.rule_of`.
+      layout: all but the inner value that tells its form.
+    """
+
+    inner: Any
+
+    kind: ClassVar[Any]
+    layout: ClassVar[Any]
+
+    @property
+    def dtype(self) -> Any:
+        return self.inner.dtype
+
+    @property
+    def origins(self) -> frozenset:
+        return origins_of(self.inner)
+
+    def rule(self, ctx: Any, eqn: Any, operands: Any) -> Any:
+        """Runs an equation that has such values among its operands.
+
+        If no rule covers it, these values are materialised, and other rules see the rest.
+        """
+        name, kind = eqn.primitive.name, self.kind
+        if Apart in map(type, operands):
+            kind = Apart.kind
+        rule = rule_of(name, kind) or (rule_of(name, "lazy") if name in CALLS else None)
+        try:
+            if rule is None:
+                raise NotCovered(f"{name} of {_KINDS[kind]}")
+            return rule(ctx, eqn, *operands)
+        except NotCovered as error:
+            why = str(error)
+        built = [ctx.materialise(eqn, x, why) if isinstance(x, Moved) else x for x in operands]
+        results = ctx.run_equation(eqn, built)
+        return results if eqn.primitive.multiple_results else results[0]
+
+
+#: What the values of a kind are, for the report.
+_KINDS = {
+    "apart": "a value that is looked up by dimensions which are moved apart",
+    "merged": "a value whose looked-up axis is merged by a reshape",
+    "split": "a value that is looked up by several dimensions",
+    "taken": "a concatenation in another order",
+}
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Reshaped(Moved):
     """Stands for `reshape(inner, shape)`, which merges dimensions or splits one.
 
     Attributes:
@@ -51,7 +104,6 @@ class Reshaped(Deferred):
       splits: whether the reshape splits a dimension.
     """
 
-    inner: Any
     groups: tuple[Group, ...]
 
     @functools.cached_property
@@ -63,51 +115,53 @@ class Reshaped(Deferred):
         return len(self.shape) > len(self.groups)
 
     @property
-    def dtype(self) -> Any:
-        return self.inner.dtype
-
-    @property
-    def origins(self) -> frozenset:
-        return self.inner.origins
+    def kind(self) -> str:
+        return "split" if self.splits else "merged"
 
     @property
     def layout(self) -> tuple[Any, ...]:
-        """All but the inner value that tells its form."""
         return (self.groups,)
 
     def build(self, ctx: Any) -> jax.Array:
         return staged.reshape(ctx.build(self.inner), self.shape)
 
-    def rule(self, ctx: Any, eqn: Any, operands: Any) -> Any:
-        """Runs an equation that has reshaped values among its operands.
 
-        If no rule covers it, these values are materialised, and other rules see the rest.
-        """
-        name, kind = eqn.primitive.name, "split" if self.splits else "merged"
-        try:
-            if (rule := rule_of(name, "lazy" if name in CALLS else kind)) is None:
-                what = "that is looked up by several dimensions"
-                what = what if kind == "split" else "whose looked-up axis is merged by a reshape"
-                raise NotCovered(f"{name} of a value {what}")
-            return rule(ctx, eqn, *operands)
-        except NotCovered as error:
-            why = str(error)
-        built = [ctx.materialise(eqn, x, why) if isinstance(x, Reshaped) else x for x in operands]
-        results = ctx.run_equation(eqn, built)
-        return results if eqn.primitive.multiple_results else results[0]
+@dataclasses.dataclass(frozen=True, eq=False)
+class Apart(Moved):
+    """Stands for `transpose(inner, order)`, which has others between dimensions that look rows up.
+
+    Attributes:
+      inner: a `Reshaped` that splits a dimension.
+    """
+
+    order: tuple[int, ...]
+
+    kind = "apart"
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple([self.inner.shape[d] for d in self.order])
+
+    @property
+    def layout(self) -> tuple[Any, ...]:
+        return (self.order,)
+
+    def build(self, ctx: Any) -> jax.Array:
+        return staged.transpose(ctx.build(self.inner), self.order)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Taken(Deferred):
+class Taken(Moved):
     """Stands for `take(inner, at, axis)`: positions that the program fixes, maybe repeated.
 
     Attributes:
       inner: a concatenation along `axis`, or an array.
     """
 
-    inner: Any
     at: tuple[int, ...]
     axis: int
+
+    kind = "taken"
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -115,27 +169,11 @@ class Taken(Deferred):
         return (*shape[: self.axis], len(self.at), *shape[self.axis + 1 :])
 
     @property
-    def dtype(self) -> Any:
-        return self.inner.dtype
-
-    @property
-    def origins(self) -> frozenset:
-        return origins_of(self.inner)
-
-    @property
     def layout(self) -> tuple[Any, ...]:
-        """All but the inner value that tells its form."""
         return self.at, self.axis
 
     def build(self, ctx: Any) -> jax.Array:
         return staged.take(ctx.build(self.inner), self.at, self.axis)
-
-    def rule(self, ctx: Any, eqn: Any, operands: Any) -> Any:
-        """Runs an equation that has such values among its operands."""
-        name = eqn.primitive.name
-        if (rule := rule_of(name, "lazy" if name in CALLS else "taken")) is None:
-            raise NotCovered(f"{name} of a concatenation in another order")
-        return rule(ctx, eqn, *operands)
 
 
 def is_split(value: Any) -> bool:
