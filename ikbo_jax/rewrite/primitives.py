@@ -10,7 +10,6 @@ from collections.abc import Callable
 from ikbo_jax.rewrite.attention import changed_weights, contraction, pairs, score_factors, scores
 from ikbo_jax.rewrite.calls import control_flow, custom_derivatives, devices
 from ikbo_jax.rewrite.rules import (
-    apart,
     concatenation,
     elementwise,
     one_hot,
@@ -118,19 +117,6 @@ SPLIT: dict[str, Rule] = RESHAPED | {
     "stack": reshaped_rules.stack,
     "unstack": reshaped_rules.unstack,
 }
-#: The rules of values with other dimensions between those that look rows up together.
-APART: dict[str, Rule] = {
-    **dict.fromkeys((*elementwise.ELEMENTWISE, *elementwise.REDUCTIONS), apart.in_place),
-    **dict.fromkeys(("cumlogsumexp", "cummax", "cummin", "cumprod", "cumsum"), apart.in_place),
-    **dict.fromkeys(("concatenate", "dynamic_slice", "optimization_barrier"), apart.in_place),
-    **dict.fromkeys(("pad", "rev", "slice", "sort", "split", "top_k"), apart.in_place),
-    "broadcast_in_dim": apart.broadcast,
-    "custom_jvp_call": apart.custom_jvp,
-    "dot_general": reshaped_rules.dot_general,
-    "reshape": apart.reshape,
-    "squeeze": apart.reshape,
-    "transpose": apart.transpose,
-}
 #: The rules of concatenations in another order.
 TAKEN: dict[str, Rule] = {
     **dict.fromkeys(elementwise.ELEMENTWISE, taken.across),
@@ -179,7 +165,6 @@ def register_all() -> None:
     for name, rule in LAZY.items():
         arrays = ON_SOME_ARRAYS.get(name)
         register_rule(name, rule, source=name in ON_ARRAYS, arrays=arrays)
-    register_rules_of("apart", APART)
     register_rules_of("merged", MERGED)
     register_rules_of("split", SPLIT)
     register_rules_of("taken", TAKEN)

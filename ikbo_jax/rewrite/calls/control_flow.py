@@ -226,7 +226,7 @@ def _scannable(x: Any) -> bool:
     if isinstance(x, Concat):
         return x.axis != 0 and all(map(_scannable, x.parts))
     if is_split(x):
-        return x.groups[0].is_plain and _scannable(x.inner)
+        return x.groups[0].is_plain and not x.order and _scannable(x.inner)
     return is_plain(x) or isinstance(x, Lazy) and (x.axis != 0 and x.base.shape[0] == x.shape[0])
 
 

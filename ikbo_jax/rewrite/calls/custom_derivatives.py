@@ -25,7 +25,7 @@ from ikbo_jax.rewrite.values.forms import form, in_form_of, unpack, unpack_all, 
 from ikbo_jax.rewrite.values.jaxprs import evaluate, trace
 from ikbo_jax.rewrite.values.lineage import Concat, Lazy
 from ikbo_jax.rewrite.values.registry import NotCovered
-from ikbo_jax.rewrite.values.reshaped import Moved, Reshaped, reshaped
+from ikbo_jax.rewrite.values.reshaped import Reshaped, Taken, reshaped
 
 
 def custom_jvp(ctx: Context, eqn: Any, *operands: Any) -> Any:
@@ -41,9 +41,9 @@ def custom_jvp(ctx: Context, eqn: Any, *operands: Any) -> Any:
     if is_simple and type(operands[0]) is Reshaped and operands[0].inner.rule is not None:
         if not _once(ctx, eqn, (eqn.invars[0].aval,), is_elementwise):
             raise NotCovered("custom_jvp of scores that is not elementwise")
-        inner, groups = operands[0].inner, operands[0].groups
+        inner, layout = operands[0].inner, operands[0].layout
         (result,) = ctx.run_equation(any_shape.at_shape_of(eqn, inner), [inner])
-        return [reshaped(result, groups)]
+        return [reshaped(result, *layout)]
     arrays, pack = unpack_all(operands)
     if not all(jnp.issubdtype(x.dtype, jnp.inexact) for x in arrays):
         raise NotCovered("custom_jvp with operands that are not floating-point numbers")
@@ -53,7 +53,7 @@ def custom_jvp(ctx: Context, eqn: Any, *operands: Any) -> Any:
         return pack([any_shape.run_custom_jvp(eqn, [x]) for x in arrays])
     with ctx.muted():
         results = ctx.inner().run_closed(params["call_jaxpr"], operands, eqn)
-    if not all(isinstance(value, (Lazy, Concat, Moved)) for value in results):
+    if not all(isinstance(value, (Lazy, Concat, Reshaped, Taken)) for value in results):
         raise NotCovered("custom_jvp of a function that mixes rows")
     must_be_proven, rule = ctx.derivatives < any_shape.PROVEN_DERIVATIVES, None
     if must_be_proven:

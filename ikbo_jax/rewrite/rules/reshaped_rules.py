@@ -12,8 +12,8 @@ from jax import lax
 
 from ikbo_jax.rewrite.facts import known
 from ikbo_jax.rewrite.interpret import Context, at_shapes, shape_of
-from ikbo_jax.rewrite.rules import apart, elementwise, row_rules
-from ikbo_jax.rewrite.rules.batched import dims_of
+from ikbo_jax.rewrite.rules import elementwise, row_rules
+from ikbo_jax.rewrite.rules.batched import dims_of, labels_of
 from ikbo_jax.rewrite.rules.reshaped_axes import (
     Axes,
     again,
@@ -27,9 +27,9 @@ from ikbo_jax.rewrite.rules.reshaped_axes import (
 from ikbo_jax.rewrite.values import staged
 from ikbo_jax.rewrite.values.lineage import Concat
 from ikbo_jax.rewrite.values.registry import NotCovered, Rule
-from ikbo_jax.rewrite.values.reshaped import Apart, Group, Reshaped, is_split, plain_groups
+from ikbo_jax.rewrite.values.reshaped import Group, Reshaped, is_split, plain_groups
 
-#: Computes the parameters before the reshape, and the groups of the results.
+#: Computes the parameters before the reshape, and the axes of the results.
 _Params = Callable[[Axes, Any, Any], tuple[dict[str, Any], Any]]
 
 
@@ -42,10 +42,10 @@ def _rule(params_of: _Params) -> Rule:
             eqn, operands = elementwise.with_mask(ctx, eqn, operands)
         if Concat in map(type, operands) and (found := _without_batch(ctx, eqn, operands)):
             return found[0]
-        axes = axes_of(own[0].groups)
+        axes = axes_of(*own[0].layout)
         params, out = params_of(axes, eqn, operands)
         flat = [flattened(ctx, eqn, x, axes) for x in operands]
-        return run_before(ctx, eqn, flat, axes_of(tuple(out)), **params)
+        return run_before(ctx, eqn, flat, out, **params)
 
     return rule
 
@@ -71,7 +71,7 @@ def in_place(axes: Axes, eqn: Any, operands: Any) -> Any:
     found: dict[str, Any] = {name: axes.single(eqn.params[name]) for name in names}
     if "dimensions" in eqn.params:
         found["dimensions"] = tuple(map(axes.single, eqn.params["dimensions"]))
-    return found, axes.groups
+    return found, axes
 
 
 @_rule
@@ -83,7 +83,7 @@ def reduction(axes: Axes, eqn: Any, operands: Any) -> Any:
     inner = tuple([d for n in numbers for d in axes.inner[n]])
     if eqn.primitive.name in ("argmax", "argmin") and len(inner) != 1:
         raise NotCovered(f"{eqn.primitive.name} over a merged axis")
-    return {"axes": inner}, [x for n, x in enumerate(axes.groups) if n not in numbers]
+    return {"axes": inner}, axes.moved([d for d, n in enumerate(axes.numbers) if n not in numbers])
 
 
 #: Parameters with an entry for every dimension, and the entry of a dimension that is taken whole;
@@ -110,43 +110,44 @@ def dimension_wise(axes: Axes, eqn: Any, operands: Any) -> Any:
             continue
         entries: list[Any] = []
         for dims, group in zip(axes.dims, axes.groups, strict=True):
-            own = tuple(eqn.params[name][dims.start : dims.stop])
+            own = tuple([eqn.params[name][d] for d in dims])
             whole = group.sizes if entry is None else (entry,) * len(own)
             if not group.is_plain and own != whole:
                 raise NotCovered("an operation along dimensions that look rows up together")
             before = group.before if entry is None else (entry,) * len(group.before)
             entries += own if group.is_plain else before
         found[name] = tuple(entries)
-    return found, axes.groups
+    return found, axes
 
 
 def in_rows(ctx: Context, eqn: Any, *operands: Any) -> Any:
     """Works along other dimensions, which parameters number or have an entry for."""
-    axes = axes_of(operands[0].groups)
+    axes = axes_of(*operands[0].layout)
     for axis in row_rules.IN_ROWS[eqn.primitive.name](eqn.params, len(axes.shape)):
         axes.single(axis)
+    if axes.order and "fft_lengths" in eqn.params:
+        raise NotCovered("fft of dimensions that are moved apart")
     has_entries = "window_dimensions" in eqn.params
     return (dimension_wise if has_entries else in_place)(ctx, eqn, *operands)
 
 
 @_rule
 def _transpose(axes: Axes, eqn: Any, operands: Any) -> Any:
-    """Transposes; the dimensions of a group stay together."""
+    """Transposes before the reshape."""
     order = eqn.params["permutation"]
-    return {"permutation": axes.before(order)}, axes.chosen(order)
+    return {"permutation": axes.before(order)}, axes.moved(order)
 
 
 def transpose(ctx: Context, eqn: Any, x: Reshaped) -> Any:
     """Transposes; dimensions that look rows up together may be in another order, or beside ones."""
     order, shape = list(map(int, eqn.params["permutation"])), x.shape
-    own = axes_of(x.groups).together if x.splits else range(0)
+    own = axes_of(*x.layout).together if x.splits else []
     at = [order.index(d) for d in own]
-    if at == list(range(min(at, default=0), max(at, default=-1) + 1)):
-        return _transpose(ctx, eqn, x)
-    within = [d - own.start for d in order if d in own]
-    between = order[min(at) : max(at) + 1]
+    between = order[min(at, default=0) : max(at, default=-1) + 1]
     ones = [d for d in between if shape[d] == 1]
-    if ones and all(d in own or d in ones for d in between):
+    if between == own or any(d not in (*own, *ones) for d in between):
+        return _transpose(ctx, eqn, x)
+    if ones:
         # Without them, the other dimensions stay together.
         kept = [d for d in range(len(shape)) if d not in ones]
         narrow = to_shape(ctx, eqn, x, [shape[d] for d in kept])
@@ -155,23 +156,21 @@ def transpose(ctx: Context, eqn: Any, x: Reshaped) -> Any:
         moved = equation(eqn, lax.transpose_p, [narrow], sizes, params)
         (result,) = ctx.run_equation(moved, [narrow])
         return to_shape(ctx, eqn, result, eqn.outvars[0].aval.shape)
-    if within == sorted(within) or x.inner.rule is not None:
-        beside = apart.gathered(order, own)
-        moved = apart.transposed(ctx, eqn, x, beside)
-        back = tuple(map(beside.index, order))
-        return Apart(moved, back) if is_split(moved) else apart.transposed(ctx, eqn, moved, back)
+    if x.inner.rule is not None:
+        return _transpose(ctx, eqn, x)
+    within = [own.index(d) for d in order if d in own]
     x = _with_rows_moved(ctx, eqn, x, lambda rows: rows.transpose(within))
-    order = [own.start + within.index(d - own.start) if d in own else d for d in order]
+    order = [own[within.index(own.index(d))] if d in own else d for d in order]
     return _run_on(ctx, eqn, x, permutation=tuple(order))
 
 
 def slice_(ctx: Context, eqn: Any, x: Reshaped) -> Any:
     """Slices, also along dimensions that look rows up together."""
     cuts = known.cuts(eqn.params)
-    own = axes_of(x.groups).together
+    own = axes_of(*x.layout).together
     if all(cuts[d] == slice(0, x.shape[d], 1) for d in own):
         return dimension_wise(ctx, eqn, x)
-    x = _with_rows_moved(ctx, eqn, x, lambda rows: rows[tuple(cuts[own.start : own.stop])])
+    x = _with_rows_moved(ctx, eqn, x, lambda rows: rows[tuple([cuts[d] for d in own])])
     whole = [slice(0, x.shape[d], 1) if d in own else cut for d, cut in enumerate(cuts)]
     names = {"start_indices": "start", "limit_indices": "stop", "strides": "step"}
     params = {name: tuple([getattr(x, of) for x in whole]) for name, of in names.items()}
@@ -188,7 +187,7 @@ def _with_rows_moved(
     ctx: Context, eqn: Any, x: Reshaped, move: Callable[[np.ndarray], np.ndarray]
 ) -> Any:
     """Looks the rows of several dimensions up as `move` moves their numbers, which have these."""
-    axes = axes_of(x.groups)
+    axes = axes_of(*x.layout)
     (n,) = axes.special
     sizes, at = axes.groups[n].sizes, axes.inner[n].start
     if not all(isinstance(size, int) for size in sizes):
@@ -203,47 +202,34 @@ def _with_rows_moved(
     program = jax.make_jaxpr(functools.partial(staged.gather_rows, axis=at))(*like)
     groups = (*axes.groups[:n], Group(rows.shape, (rows.size,)), *axes.groups[n + 1 :])
     (found,) = ctx.run_closed(program, [x.inner, numbers])
-    return again(ctx, eqn, found, axes_of(groups))
+    return again(ctx, eqn, found, axes_of(groups, axes.order))
 
 
 @_rule
 def stack(axes: Axes, eqn: Any, operands: Any) -> Any:
     """Concatenates along a new dimension."""
-    axis, starts = eqn.params["axis"], [dims.start for dims in axes.dims]
-    if axis not in (*starts, axes.dims[-1].stop):
+    axis, starts = eqn.params["axis"], [dims[0] for dims in axes.dims]
+    if axis not in (*starts, len(axes.shape)) or axes.order:
         raise NotCovered("stack between dimensions that look rows up together")
     n = (*starts, axis).index(axis)
     new, before = Group((len(operands),), (len(operands),)), axes.groups[:n]
-    return {"axis": len(axes_of(before).before_shape)}, [*before, new, *axes.groups[n:]]
+    out = axes_of((*before, new, *axes.groups[n:]))
+    return {"axis": len(axes_of(before).before_shape)}, out
 
 
 @_rule
 def unstack(axes: Axes, eqn: Any, operands: Any) -> Any:
     """Slices along another dimension, without the dimension."""
     axis = eqn.params["axis"]
-    inner, n = axes.single(axis), axes.numbers[axis]
-    return {"axis": inner}, [*axes.groups[:n], *axes.groups[n + 1 :]]
-
-
-def broadcast(ctx: Context, eqn: Any, *operands: Any) -> Any:
-    """Adds dimensions, perhaps between those that look rows up together."""
-    if len(operands) > 1:
-        raise NotCovered("broadcast to a dynamic shape")
-    (x,), dims = operands, list(map(int, eqn.params["broadcast_dimensions"]))
-    if ones := apart.ones_of(x):
-        kept = [d for d in range(len(dims)) if d not in ones]
-        x = to_shape(ctx, eqn, x, [x.shape[d] for d in kept])
-        dims = [dims[d] for d in kept]
-        return _run_on(ctx, eqn, x, broadcast_dimensions=tuple(dims))
-    own = [dims[d] for d in axes_of(x.groups).together] if x.splits else []
-    if own != list(range(min(own, default=0), max(own, default=-1) + 1)):
-        return apart.broadcast(ctx, eqn, x)
-    return _broadcast(ctx, eqn, x)
+    kept = [d for d in range(len(axes.shape)) if d != axis]
+    return {"axis": axes.single(axis)}, axes.moved(kept)
 
 
 @_rule
-def _broadcast(axes: Axes, eqn: Any, operands: Any) -> Any:
-    """Adds dimensions; those of a group stay together."""
+def broadcast(axes: Axes, eqn: Any, operands: Any) -> Any:
+    """Adds dimensions."""
+    if len(operands) > 1:
+        raise NotCovered("broadcast to a dynamic shape")
     shape, dims = eqn.params["shape"], list(map(int, eqn.params["broadcast_dimensions"]))
     targets = [[dims[d] for d in axes.dims[n]] for n in axes.special]
     groups = [axes.groups[n] for n in axes.special]
@@ -252,22 +238,22 @@ def _broadcast(axes: Axes, eqn: Any, operands: Any) -> Any:
     ):
         raise NotCovered("broadcast of a merged axis")
     out = axes_of(plain_groups(shape)).put(zip(targets, groups, strict=True))
-    return {"shape": out.before_shape, "broadcast_dimensions": out.before(dims)}, out.groups
+    return {"shape": out.before_shape, "broadcast_dimensions": out.before(dims)}, out
 
 
 def dynamic_slice(ctx: Context, eqn: Any, x: Any, *starts: Any) -> Any:
     """Slices along other dimensions."""
     if not isinstance(x, Reshaped):
         raise NotCovered("dynamic_slice at positions that are looked up")
-    axes, sizes = axes_of(x.groups), eqn.params["slice_sizes"]
+    axes, sizes = axes_of(*x.layout), eqn.params["slice_sizes"]
     own, operands, variables, whole = eqn.invars[1:], [x.inner], [eqn.invars[0]], []
     for dims, group in zip(axes.dims, axes.groups, strict=True):
-        if not group.is_plain and tuple(sizes[dims.start : dims.stop]) != group.sizes:
+        if not group.is_plain and tuple([sizes[d] for d in dims]) != group.sizes:
             raise NotCovered("dynamic_slice along dimensions that look rows up together")
         # A start along an axis that is taken whole is clamped to 0.
-        operands.append(starts[dims.start])
-        variables.append(own[dims.start])
-        whole.append(sizes[dims.start] if group.is_plain else group.before[0])
+        operands.append(starts[dims[0]])
+        variables.append(own[dims[0]])
+        whole.append(sizes[dims[0]] if group.is_plain else group.before[0])
     inner = eqn.replace(invars=variables)
     return run_before(ctx, inner, operands, axes, slice_sizes=tuple(whole))
 
@@ -280,10 +266,11 @@ def reshape_again(ctx: Context, eqn: Any, x: Reshaped) -> Any:
 def dot_general(ctx: Context, eqn: Any, lhs: Any, rhs: Any) -> Any:
     """Multiplies; a group is summed or a batch dimension of both operands, or is in one of them."""
     (contract, batch), operands = dims_of(eqn), (lhs, rhs)
-    if (found := apart.dot_general(ctx, eqn, lhs, rhs)) is not None:
-        return found
+    if any(is_split(x) and _ones(x) for x in operands):
+        return _dot_without_ones(ctx, eqn, operands)
     axes = [
-        axes_of(x.groups if type(x) is Reshaped else plain_groups(shape_of(x))) for x in operands
+        axes_of(*x.layout) if type(x) is Reshaped else axes_of(plain_groups(shape_of(x)))
+        for x in operands
     ]
     wanted = [_paired(axes, contract, batch, side) for side in (0, 1)]
     if all(map(is_split, operands)) and not wanted[1]:
@@ -297,11 +284,43 @@ def dot_general(ctx: Context, eqn: Any, lhs: Any, rhs: Any) -> Any:
         tuple(x.before(dims) for x, dims in zip(full, pair, strict=True))
         for pair in (contract, batch)
     )
-    out = full[0].chosen(batch[0])
-    for side, x in enumerate(full):
-        rank = len(shape_of(operands[side]))
-        out += x.chosen([d for d in range(rank) if d not in contract[side] + batch[side]])
-    return run_before(ctx, eqn, flat, axes_of(tuple(out)), dimension_numbers=numbers)
+    free = [
+        [d for d in range(len(x.shape)) if d not in (*contract[side], *batch[side])]
+        for side, x in enumerate(full)
+    ]
+    out = full[0].moved([*batch[0], *free[0]]).beside(full[1].moved(free[1]))
+    return run_before(ctx, eqn, flat, out, dimension_numbers=numbers)
+
+
+def _ones(x: Any) -> set[int]:
+    """Finds dimensions of size 1 beside several others that look rows up together."""
+    own = axes_of(*x.layout).together if is_split(x) else ()
+    ones = {d for d in own if x.shape[d] == 1}
+    return ones if len(ones) < len(own) - 1 else set()
+
+
+def _dot_without_ones(ctx: Context, eqn: Any, operands: Any) -> Any:
+    """Multiplies without dimensions of size 1 between those that look rows up together."""
+    contract, batch = dims_of(eqn)
+    names = list(map(labels_of, "lr", operands, contract, batch))
+    ones = {own[d] for x, own in zip(operands, names, strict=True) for d in _ones(x)}
+    sizes = dict(
+        zip(names[0] + names[1], shape_of(operands[0]) + shape_of(operands[1]), strict=True)
+    )
+    names = [[x for x in own if x not in ones] for own in names]
+    narrow = [
+        to_shape(ctx, eqn, x, [sizes[y] for y in own])
+        for x, own in zip(operands, names, strict=True)
+    ]
+    paired = [
+        [x for x in (f"{kind}{n}" for n in range(len(dims[0]))) if x not in ones]
+        for kind, dims in (("c", contract), ("b", batch))
+    ]
+    numbers = tuple(tuple(tuple(map(own.index, of)) for own in names) for of in paired)
+    out = [*paired[1], *(x for own in names for x in own if x[0] in "lr")]
+    inner = at_shapes(eqn, narrow, [tuple([sizes[x] for x in out])], dimension_numbers=numbers)
+    (result,) = ctx.run_equation(inner, narrow)
+    return to_shape(ctx, eqn, result, eqn.outvars[0].aval.shape)
 
 
 def _paired(axes: list[Axes], contract: Any, batch: Any, side: int) -> list[tuple[Any, Group]]:

@@ -19,7 +19,7 @@ from ikbo_jax.rewrite.values.lineage import (
     spread,
 )
 from ikbo_jax.rewrite.values.registry import NotCovered
-from ikbo_jax.rewrite.values.reshaped import Moved, Reshaped
+from ikbo_jax.rewrite.values.reshaped import Reshaped, Taken
 from ikbo_jax.rewrite.values.staged import shape_of
 
 # Only arrays can be arguments and results of a traced function. So `unpack` splits a value into its
@@ -37,7 +37,7 @@ def inside_of(value: Any) -> Sequence[Any]:
     """Returns the values that a concatenation or a reshaped value holds; () for other values."""
     if isinstance(value, Concat):
         return value.parts
-    return (value.inner,) if isinstance(value, Moved) else ()
+    return (value.inner,) if isinstance(value, (Reshaped, Taken)) else ()
 
 
 def with_inside(value: Any, inside: Sequence[Any]) -> Any:
@@ -90,7 +90,7 @@ def unpack(value: Any) -> tuple[list[Any], Any]:
     if isinstance(value, Lazy):
         shape, lineage, axis, origins = value.shape, value.lineage, value.axis, value.origins
         return [value.base], lambda arrays: Lazy(arrays[0], shape, lineage, axis, origins)
-    if isinstance(value, Moved):
+    if isinstance(value, (Reshaped, Taken)):
         kind, layout, (arrays, pack_inner) = type(value), value.layout, unpack(value.inner)
         return arrays, lambda arrays: kind(pack_inner(arrays), *layout)
     if not isinstance(value, Concat):
@@ -118,7 +118,7 @@ def form(value: Any) -> Any:
     if isinstance(value, Lazy):
         base = (value.base.shape, value.base.dtype)
         return (base, value.shape, value.lineage, value.axis)
-    if isinstance(value, Concat | Moved):
+    if isinstance(value, (Concat, Reshaped, Taken)):
         return (type(value), value.layout, tuple(map(form, inside_of(value))))
     return type(value)
 
@@ -151,7 +151,7 @@ def widened(value: Any, like: Any) -> Any:
             cut = dataclasses.replace(value, shape=sizes)
             parts.append(spread(cut.base, sizes) if is_plain(part) else widened(cut, part))
         return None if any(part is None for part in parts) else Concat(tuple(parts), like.axis)
-    if isinstance(like, Reshaped) and is_only_broadcast(value):
+    if isinstance(like, Reshaped) and not like.order and is_only_broadcast(value):
         rest, shape = iter(value.base.shape), list[int]()
         for group in like.groups:
             own = [next(rest) for _ in group.sizes]

@@ -4,8 +4,8 @@
 and interleaves a concatenation along positions. `x[index]` with an index [requests, slots] is
 `x[index.reshape(-1)]`, whose looked-up axis is split. A `Reshaped` keeps the value before the
 reshape, and an equation on it becomes the same equation on the value before it. A reshape back
-returns to that value. An `Apart` is a transpose of such a value that puts other dimensions between
-the parts of the looked-up axis.
+returns to that value. A transpose may put other dimensions between those that an axis is split
+into, as `jnp.einsum("rsnh,rsknh->rnsk", query, key[index])` puts heads between requests and slots.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 
@@ -43,19 +43,85 @@ class Group(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Moved(Deferred):
-    """Is the base class of values that stand for another value in another layout.
+class Reshaped(Deferred):
+    """Stands for `transpose(reshape(inner, sizes), order)`: it merges dimensions or splits one.
 
     Attributes:
-      inner: the other value.
-      kind: tells the rules of the value, see `registry.rule_of`.
-      layout: all but the inner value that tells its form.
+      inner: a deferred value.
+      groups: all dimensions, in the order of the first dimension of each.
+      order: () if the dimensions of each group stand together.
+      sizes: before the transpose.
+      splits: whether the reshape splits a dimension.
     """
 
     inner: Any
+    groups: tuple[Group, ...]
+    order: tuple[int, ...] = ()
 
-    kind: ClassVar[Any]
-    layout: ClassVar[Any]
+    @functools.cached_property
+    def sizes(self) -> tuple[int, ...]:
+        return tuple([n for group in self.groups for n in group.sizes])
+
+    @functools.cached_property
+    def shape(self) -> tuple[int, ...]:
+        return tuple([self.sizes[d] for d in self.order]) if self.order else self.sizes
+
+    @functools.cached_property
+    def splits(self) -> bool:
+        return len(self.sizes) > len(self.groups)
+
+    @property
+    def dtype(self) -> Any:
+        return self.inner.dtype
+
+    @property
+    def origins(self) -> frozenset:
+        return self.inner.origins
+
+    @property
+    def layout(self) -> tuple[Any, ...]:
+        """All but the inner value that tells its form."""
+        return self.groups, self.order
+
+    def build(self, ctx: Any) -> jax.Array:
+        array = staged.reshape(ctx.build(self.inner), self.sizes)
+        return staged.transpose(array, self.order) if self.order else array
+
+    def rule(self, ctx: Any, eqn: Any, operands: Any) -> Any:
+        """Runs an equation that has reshaped values among its operands.
+
+        If no rule covers it, these values are materialised, and other rules see the rest.
+        """
+        name, kind = eqn.primitive.name, "split" if self.splits else "merged"
+        try:
+            if (rule := rule_of(name, "lazy" if name in CALLS else kind)) is None:
+                what = "that is looked up by several dimensions"
+                what = what if kind == "split" else "whose looked-up axis is merged by a reshape"
+                raise NotCovered(f"{name} of a value {what}")
+            return rule(ctx, eqn, *operands)
+        except NotCovered as error:
+            why = str(error)
+        built = [ctx.materialise(eqn, x, why) if isinstance(x, Reshaped) else x for x in operands]
+        results = ctx.run_equation(eqn, built)
+        return results if eqn.primitive.multiple_results else results[0]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Taken(Deferred):
+    """Stands for `take(inner, at, axis)`: positions that the program fixes, maybe repeated.
+
+    Attributes:
+      inner: a concatenation along `axis`, or an array.
+    """
+
+    inner: Any
+    at: tuple[int, ...]
+    axis: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        shape = self.inner.shape
+        return (*shape[: self.axis], len(self.at), *shape[self.axis + 1 :])
 
     @property
     def dtype(self) -> Any:
@@ -65,115 +131,20 @@ class Moved(Deferred):
     def origins(self) -> frozenset:
         return origins_of(self.inner)
 
-    def rule(self, ctx: Any, eqn: Any, operands: Any) -> Any:
-        """Runs an equation that has such values among its operands.
-
-        If no rule covers it, these values are materialised, and other rules see the rest.
-        """
-        name, kind = eqn.primitive.name, self.kind
-        if Apart in map(type, operands):
-            kind = Apart.kind
-        rule = rule_of(name, kind) or (rule_of(name, "lazy") if name in CALLS else None)
-        try:
-            if rule is None:
-                raise NotCovered(f"{name} of {_KINDS[kind]}")
-            return rule(ctx, eqn, *operands)
-        except NotCovered as error:
-            why = str(error)
-        built = [ctx.materialise(eqn, x, why) if isinstance(x, Moved) else x for x in operands]
-        results = ctx.run_equation(eqn, built)
-        return results if eqn.primitive.multiple_results else results[0]
-
-
-#: What the values of a kind are, for the report.
-_KINDS = {
-    "apart": "a value that is looked up by dimensions which are moved apart",
-    "merged": "a value whose looked-up axis is merged by a reshape",
-    "split": "a value that is looked up by several dimensions",
-    "taken": "a concatenation in another order",
-}
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Reshaped(Moved):
-    """Stands for `reshape(inner, shape)`, which merges dimensions or splits one.
-
-    Attributes:
-      inner: a deferred value.
-      groups: all dimensions, in order.
-      splits: whether the reshape splits a dimension.
-    """
-
-    groups: tuple[Group, ...]
-
-    @functools.cached_property
-    def shape(self) -> tuple[int, ...]:
-        return tuple([n for group in self.groups for n in group.sizes])
-
-    @functools.cached_property
-    def splits(self) -> bool:
-        return len(self.shape) > len(self.groups)
-
-    @property
-    def kind(self) -> str:
-        return "split" if self.splits else "merged"
-
     @property
     def layout(self) -> tuple[Any, ...]:
-        return (self.groups,)
-
-    def build(self, ctx: Any) -> jax.Array:
-        return staged.reshape(ctx.build(self.inner), self.shape)
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Apart(Moved):
-    """Stands for `transpose(inner, order)`, which has others between dimensions that look rows up.
-
-    Attributes:
-      inner: a `Reshaped` that splits a dimension.
-    """
-
-    order: tuple[int, ...]
-
-    kind = "apart"
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return tuple([self.inner.shape[d] for d in self.order])
-
-    @property
-    def layout(self) -> tuple[Any, ...]:
-        return (self.order,)
-
-    def build(self, ctx: Any) -> jax.Array:
-        return staged.transpose(ctx.build(self.inner), self.order)
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Taken(Moved):
-    """Stands for `take(inner, at, axis)`: positions that the program fixes, maybe repeated.
-
-    Attributes:
-      inner: a concatenation along `axis`, or an array.
-    """
-
-    at: tuple[int, ...]
-    axis: int
-
-    kind = "taken"
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        shape = self.inner.shape
-        return (*shape[: self.axis], len(self.at), *shape[self.axis + 1 :])
-
-    @property
-    def layout(self) -> tuple[Any, ...]:
+        """All but the inner value that tells its form."""
         return self.at, self.axis
 
     def build(self, ctx: Any) -> jax.Array:
         return staged.take(ctx.build(self.inner), self.at, self.axis)
+
+    def rule(self, ctx: Any, eqn: Any, operands: Any) -> Any:
+        """Runs an equation that has such values among its operands."""
+        name = eqn.primitive.name
+        if (rule := rule_of(name, "lazy" if name in CALLS else "taken")) is None:
+            raise NotCovered(f"{name} of a concatenation in another order")
+        return rule(ctx, eqn, *operands)
 
 
 def is_split(value: Any) -> bool:
@@ -186,11 +157,12 @@ def plain_groups(shape: Sequence[Any]) -> tuple[Group, ...]:
     return tuple([Group((n,), (n,)) for n in shape])
 
 
-def reshaped(x: Any, groups: Sequence[Group]) -> Any:
+def reshaped(x: Any, groups: Sequence[Group], order: tuple[int, ...] = ()) -> Any:
     """Merges or splits dimensions of a value; a reshaped array is computed."""
     if isinstance(x, Deferred):
-        return Reshaped(x, tuple(groups))
-    return staged.reshape(x, [n for group in groups for n in group.sizes])
+        return Reshaped(x, tuple(groups), order)
+    array = staged.reshape(x, [n for group in groups for n in group.sizes])
+    return staged.transpose(array, order) if order else array
 
 
 def split(x: Any, axis: int, sizes: tuple[int, ...]) -> Any:
