@@ -113,6 +113,12 @@ class Axes:
         found = [([places[d] for d in self.dims[n]], self.groups[n]) for n in self.runs(dims)]
         return _axes_at(found)
 
+    def inserted(self, axis: int, size: int) -> Axes:
+        """Inserts a dimension."""
+        places = zip(self.dims, self.groups, strict=True)
+        moved = [([d + (d >= axis) for d in dims], x) for dims, x in places]
+        return _axes_at([*moved, ([axis], Group((size,), (size,)))])
+
     def beside(self, other: Axes) -> Axes:
         """Puts the dimensions of other axes after these."""
         count = len(self.shape)
@@ -263,7 +269,7 @@ def _reshaped_apart(ctx: Context, eqn: Any, x: Reshaped, shape: tuple[int, ...])
     """Reshapes before the transpose, if the reshape merges nothing that the transpose moves."""
     place, blocks = 0, []
     for dims, targets in reshape.groups_of(x.shape, shape):
-        moved = [x.order[d] for d in dims]
+        moved = [x.order[d] for d in dims if x.shape[d] != 1]
         place = next(iter(moved), place)
         if moved != list(range(place, place + len(moved))):
             raise NotCovered("dimensions that are moved apart are merged by a reshape")

@@ -123,10 +123,10 @@ def dimension_wise(axes: Axes, eqn: Any, operands: Any) -> Any:
 def in_rows(ctx: Context, eqn: Any, *operands: Any) -> Any:
     """Works along other dimensions, which parameters number or have an entry for."""
     axes = axes_of(*operands[0].layout)
-    for axis in row_rules.IN_ROWS[eqn.primitive.name](eqn.params, len(axes.shape)):
-        axes.single(axis)
-    if axes.order and "fft_lengths" in eqn.params:
-        raise NotCovered("fft of dimensions that are moved apart")
+    along = row_rules.IN_ROWS[eqn.primitive.name](eqn.params, len(axes.shape))
+    inner, rank = [axes.single(axis) for axis in along], len(axes.before_shape)
+    if "fft_lengths" in eqn.params and inner != list(range(rank - len(inner), rank)):
+        raise NotCovered("fft along dimensions that are moved")
     has_entries = "window_dimensions" in eqn.params
     return (dimension_wise if has_entries else in_place)(ctx, eqn, *operands)
 
@@ -208,13 +208,8 @@ def _with_rows_moved(
 @_rule
 def stack(axes: Axes, eqn: Any, operands: Any) -> Any:
     """Concatenates along a new dimension."""
-    axis, starts = eqn.params["axis"], [dims[0] for dims in axes.dims]
-    if axis not in (*starts, len(axes.shape)) or axes.order:
-        raise NotCovered("stack between dimensions that look rows up together")
-    n = (*starts, axis).index(axis)
-    new, before = Group((len(operands),), (len(operands),)), axes.groups[:n]
-    out = axes_of((*before, new, *axes.groups[n:]))
-    return {"axis": len(axes_of(before).before_shape)}, out
+    out = axes.inserted(eqn.params["axis"], len(operands))
+    return {"axis": out.single(eqn.params["axis"])}, out
 
 
 @_rule
@@ -241,21 +236,24 @@ def broadcast(axes: Axes, eqn: Any, operands: Any) -> Any:
     return {"shape": out.before_shape, "broadcast_dimensions": out.before(dims)}, out
 
 
-def dynamic_slice(ctx: Context, eqn: Any, x: Any, *starts: Any) -> Any:
-    """Slices along other dimensions."""
-    if not isinstance(x, Reshaped):
-        raise NotCovered("dynamic_slice at positions that are looked up")
-    axes, sizes = axes_of(*x.layout), eqn.params["slice_sizes"]
-    own, operands, variables, whole = eqn.invars[1:], [x.inner], [eqn.invars[0]], []
-    for dims, group in zip(axes.dims, axes.groups, strict=True):
-        if not group.is_plain and tuple([sizes[d] for d in dims]) != group.sizes:
-            raise NotCovered("dynamic_slice along dimensions that look rows up together")
-        # A start along an axis that is taken whole is clamped to 0.
-        operands.append(starts[dims[0]])
-        variables.append(own[dims[0]])
-        whole.append(sizes[dims[0]] if group.is_plain else group.before[0])
-    inner = eqn.replace(invars=variables)
-    return run_before(ctx, inner, operands, axes, slice_sizes=tuple(whole))
+def dynamic_slice(ctx: Context, eqn: Any, x: Any, *rest: Any) -> Any:
+    """Slices, or updates a slice, along other dimensions."""
+    is_update = eqn.primitive.name == "dynamic_update_slice"
+    cut, starts = (x, *rest[:is_update]), rest[is_update:]
+    if any(isinstance(y, Reshaped) for y in starts):
+        raise NotCovered(f"{eqn.primitive.name} at positions that are looked up")
+    like = next(y for y in cut if isinstance(y, Reshaped))
+    axes, params = axes_of(*like.layout).fitted(shape_of(x), ""), dict[str, Any]()
+    sizes = shape_of(rest[0]) if is_update else eqn.params["slice_sizes"]
+    if any(tuple([sizes[d] for d in dims]) != group.sizes for dims, group in axes.places):
+        raise NotCovered(f"{eqn.primitive.name} along dimensions that look rows up together")
+    if not is_update:
+        params["slice_sizes"] = axes.fitted(sizes, "").before_shape
+    # A start along an axis that is taken whole is clamped to 0.
+    flat = [flattened(ctx, eqn, y, axes) for y in cut]
+    flat += [starts[dims[0]] for dims in axes.dims]
+    inner = eqn.replace(invars=eqn.invars[: len(flat)])
+    return run_before(ctx, inner, flat, axes, **params)
 
 
 def reshape_again(ctx: Context, eqn: Any, x: Reshaped) -> Any:
