@@ -226,7 +226,7 @@ def _scannable(x: Any) -> bool:
     if isinstance(x, Concat):
         return x.axis != 0 and all(map(_scannable, x.parts))
     if is_split(x):
-        return x.groups[0].is_plain and not x.order and _scannable(x.inner)
+        return x.groups[0].is_plain and _scannable(x.inner)
     return is_plain(x) or isinstance(x, Lazy) and (x.axis != 0 and x.base.shape[0] == x.shape[0])
 
 
@@ -234,7 +234,8 @@ def _packed_slice(x: Any, slices: Iterator[Any]) -> Any:
     if isinstance(x, Concat):
         return Concat(tuple([_packed_slice(part, slices) for part in x.parts]), x.axis - 1)
     if is_split(x):
-        return reshaped(_packed_slice(x.inner, slices), x.groups[1:])
+        order = tuple([d - 1 for d in x.order[1:]])
+        return reshaped(_packed_slice(x.inner, slices), x.groups[1:], order)
     array = next(slices)
     if is_plain(x):
         return array

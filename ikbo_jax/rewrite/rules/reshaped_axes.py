@@ -7,7 +7,6 @@ and its results are reshaped again.
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -229,7 +228,7 @@ def run_before(ctx: Context, eqn: Any, operands: Sequence[Any], out: Axes, **par
 
 def again(ctx: Context, eqn: Any, x: Any, axes: Axes) -> Any:
     """Reshapes a result before the reshape."""
-    if axes.splits and is_only_broadcast(x):
+    if axes.splits and type(x) is Lazy and x.axis not in axes.inner[axes.special[0]]:
         wide = reshape.reshape_to(ctx, eqn, x, axes_of(axes.groups).shape)
         return transposed(ctx, eqn, wide, axes.order) if axes.order else wide
     if is_split(x) and not axes.splits:
@@ -246,48 +245,18 @@ def again(ctx: Context, eqn: Any, x: Any, axes: Axes) -> Any:
 def to_shape_again(ctx: Context, eqn: Any, x: Reshaped, shape: tuple[int, ...]) -> Any:
     """Reshapes the value before the reshape, if a split axis stays split or is whole again."""
     axes = axes_of(*x.layout)
-    if not is_split(x):
-        return reshape.reshape_to(ctx, eqn, x.inner, shape)
-    if axes.order:
-        return _reshaped_apart(ctx, eqn, x, shape)
-    (n,) = axes.special
-    group, before = axes.groups[n], math.prod(x.shape[: axes.together[0]])
-    # The axis is where as many elements are before it.
-    for axis in range(len(shape) + 1):
-        if math.prod(shape[:axis]) != before or 0 in shape:
-            continue
-        if end := _end_of(shape, axis, group.sizes):
-            own = Group(shape[axis:end], group.before)
-            out = axes_of(plain_groups(shape)).put([(range(axis, end), own)])
-            return again(ctx, eqn, to_shape(ctx, eqn, x.inner, out.before_shape), out)
-        if axis < len(shape) and (shape[axis],) == group.before:
-            return to_shape(ctx, eqn, x.inner, shape)
-    return reshape.reshape_to(ctx, eqn, x.inner, shape)
-
-
-def _reshaped_apart(ctx: Context, eqn: Any, x: Reshaped, shape: tuple[int, ...]) -> Any:
-    """Reshapes before the transpose, if the reshape merges nothing that the transpose moves."""
-    place, blocks = 0, []
-    for dims, targets in reshape.groups_of(x.shape, shape):
-        moved = [x.order[d] for d in dims if x.shape[d] != 1]
-        place = next(iter(moved), place)
-        if moved != list(range(place, place + len(moved))):
+    own = [d for d in axes.together if x.shape[d] != 1] if x.splits else []
+    places: dict[int, int] = {}
+    for dims, targets in reshape.groups_of(x.shape, shape) if own else ():
+        old = [d for d in dims if x.shape[d] != 1]
+        new = [d for d in targets if shape[d] != 1]
+        if len(new) == 1 and (len(old) == 1 or old == own):
+            places |= dict.fromkeys(old, new[0])
+    if not own or not places.keys() >= set(own):
+        if axes.order:
             raise NotCovered("dimensions that are moved apart are merged by a reshape")
-        blocks.append((place, targets))
-    own = [d for _, targets in sorted(blocks, key=lambda block: block[0]) for d in targets]
-    inner = to_shape(ctx, eqn, Reshaped(x.inner, x.groups), [shape[d] for d in own])
-    return transposed(ctx, eqn, inner, inverse(own))
-
-
-def _end_of(shape: tuple[int, ...], start: int, sizes: tuple[int, ...]) -> int:
-    """Finds where dimensions of these sizes end, of which some of size 1 may be left out or new.
-
-    0 if other dimensions begin at `start`, or a single one.
-    """
-    if shape[start : start + len(sizes)] == sizes:
-        return start + len(sizes)
-    wanted, end = [n for n in sizes if n != 1], start
-    while wanted and end < len(shape) and shape[end] in (1, wanted[0]):
-        wanted = wanted[shape[end] != 1 :]
-        end += 1
-    return end if not wanted and end > start + 1 else 0
+        return reshape.reshape_to(ctx, eqn, x.inner, shape)
+    at = list(dict.fromkeys([places[d] for d in own]))
+    group = Group(tuple([shape[d] for d in at]), axes.places[0][1].before)
+    out = axes_of(plain_groups(shape)).put([(at, group)])
+    return again(ctx, eqn, to_shape(ctx, eqn, x.inner, out.before_shape), out)

@@ -183,4 +183,9 @@ def gather_by_dimensions(ctx: Context, eqn: Any, operand: Any, indices: Any) -> 
     (result,) = ctx.run_equation(inner, operands)
     if is_plain(result) and is_plain(operand):
         return ctx.bind(eqn, operand, ctx.build(indices))
+    if kept := [d for d in dims if shape[d] != 1]:
+        # Dimensions of size 1 look nothing up.
+        group = Group(tuple([shape[d] for d in kept]), (math.prod(sizes),))
+        out = axes_of(plain_groups(shape)).put([(kept, group)])
+        result = to_shape(ctx, eqn, result, out.before_shape)
     return again(ctx, eqn, result, out)

@@ -8,20 +8,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from ikbo_jax.rewrite.facts import known
 from ikbo_jax.rewrite.interpret import Context, at_shapes, shape_of
 from ikbo_jax.rewrite.rules import elementwise, row_rules
-from ikbo_jax.rewrite.rules.batched import dims_of, labels_of
+from ikbo_jax.rewrite.rules.batched import dims_of
 from ikbo_jax.rewrite.rules.reshaped_axes import (
     Axes,
     again,
     axes_of,
-    equation,
     flattened,
     run_before,
-    to_shape,
     to_shape_again,
 )
 from ikbo_jax.rewrite.values import staged
@@ -139,24 +136,13 @@ def _transpose(axes: Axes, eqn: Any, operands: Any) -> Any:
 
 
 def transpose(ctx: Context, eqn: Any, x: Reshaped) -> Any:
-    """Transposes; dimensions that look rows up together may be in another order, or beside ones."""
-    order, shape = list(map(int, eqn.params["permutation"])), x.shape
+    """Transposes; where dimensions that look rows up together change places, their rows do."""
+    order = list(map(int, eqn.params["permutation"]))
     own = axes_of(*x.layout).together if x.splits else []
     at = [order.index(d) for d in own]
-    between = order[min(at, default=0) : max(at, default=-1) + 1]
-    ones = [d for d in between if shape[d] == 1]
-    if between == own or any(d not in (*own, *ones) for d in between):
+    if at == sorted(at) or x.inner.rule is not None:
         return _transpose(ctx, eqn, x)
-    if ones:
-        # Without them, the other dimensions stay together.
-        kept = [d for d in range(len(shape)) if d not in ones]
-        narrow = to_shape(ctx, eqn, x, [shape[d] for d in kept])
-        params = {"permutation": tuple([kept.index(d) for d in order if d not in ones])}
-        sizes = [shape[d] for d in order if d not in ones]
-        moved = equation(eqn, lax.transpose_p, [narrow], sizes, params)
-        (result,) = ctx.run_equation(moved, [narrow])
-        return to_shape(ctx, eqn, result, eqn.outvars[0].aval.shape)
-    if x.inner.rule is not None:
+    if any(d not in own and x.shape[d] != 1 for d in order[min(at) : max(at)]):
         return _transpose(ctx, eqn, x)
     within = [own.index(d) for d in order if d in own]
     x = _with_rows_moved(ctx, eqn, x, lambda rows: rows.transpose(within))
@@ -264,8 +250,6 @@ def reshape_again(ctx: Context, eqn: Any, x: Reshaped) -> Any:
 def dot_general(ctx: Context, eqn: Any, lhs: Any, rhs: Any) -> Any:
     """Multiplies; a group is summed or a batch dimension of both operands, or is in one of them."""
     (contract, batch), operands = dims_of(eqn), (lhs, rhs)
-    if any(is_split(x) and _ones(x) for x in operands):
-        return _dot_without_ones(ctx, eqn, operands)
     axes = [
         axes_of(*x.layout) if type(x) is Reshaped else axes_of(plain_groups(shape_of(x)))
         for x in operands
@@ -288,37 +272,6 @@ def dot_general(ctx: Context, eqn: Any, lhs: Any, rhs: Any) -> Any:
     ]
     out = full[0].moved([*batch[0], *free[0]]).beside(full[1].moved(free[1]))
     return run_before(ctx, eqn, flat, out, dimension_numbers=numbers)
-
-
-def _ones(x: Any) -> set[int]:
-    """Finds dimensions of size 1 beside several others that look rows up together."""
-    own = axes_of(*x.layout).together if is_split(x) else ()
-    ones = {d for d in own if x.shape[d] == 1}
-    return ones if len(ones) < len(own) - 1 else set()
-
-
-def _dot_without_ones(ctx: Context, eqn: Any, operands: Any) -> Any:
-    """Multiplies without dimensions of size 1 between those that look rows up together."""
-    contract, batch = dims_of(eqn)
-    names = list(map(labels_of, "lr", operands, contract, batch))
-    ones = {own[d] for x, own in zip(operands, names, strict=True) for d in _ones(x)}
-    sizes = dict(
-        zip(names[0] + names[1], shape_of(operands[0]) + shape_of(operands[1]), strict=True)
-    )
-    names = [[x for x in own if x not in ones] for own in names]
-    narrow = [
-        to_shape(ctx, eqn, x, [sizes[y] for y in own])
-        for x, own in zip(operands, names, strict=True)
-    ]
-    paired = [
-        [x for x in (f"{kind}{n}" for n in range(len(dims[0]))) if x not in ones]
-        for kind, dims in (("c", contract), ("b", batch))
-    ]
-    numbers = tuple(tuple(tuple(map(own.index, of)) for own in names) for of in paired)
-    out = [*paired[1], *(x for own in names for x in own if x[0] in "lr")]
-    inner = at_shapes(eqn, narrow, [tuple([sizes[x] for x in out])], dimension_numbers=numbers)
-    (result,) = ctx.run_equation(inner, narrow)
-    return to_shape(ctx, eqn, result, eqn.outvars[0].aval.shape)
 
 
 def _paired(axes: list[Axes], contract: Any, batch: Any, side: int) -> list[tuple[Any, Group]]:
