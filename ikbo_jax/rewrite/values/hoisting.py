@@ -55,8 +55,43 @@ def scan_params(consts: int, carries: int, xs: int, ys: int) -> dict[str, Any]:
     return {k: v for k, v in params.items() if k not in ("jaxpr", "length", "reverse", "unroll")}
 
 
+def counted(eqn: core.JaxprEqn) -> tuple[core.JaxprEqn, int] | None:
+    """Returns a scan that scans the numbers which it counts, and the number of the counter.
+
+    None if no carry counts iterations, or if work that the counter chooses holds no product.
+    """
+    body, (consts, carries) = eqn.params["jaxpr"], scan_counts(eqn.params)
+    sums = {x.outvars[0]: x.invars for x in body.eqns if x.primitive is lax.add_p}
+    for n, out in enumerate(body.outvars[:carries], consts):
+        v, start = body.invars[n], eqn.invars[n]
+        x, step = (type(out) is not core.Literal and sums.get(out)) or (None, None)
+        if x is v and type(step) is type(start) is core.Literal and step.val == 1:
+            break
+    else:
+        return None
+    length = eqn.params["length"]
+    if not isinstance(length, int) or split_by_rows(body, consts, (v,)) is None:
+        return None
+
+    def without(values: Sequence[Any], at: int) -> list[Any]:
+        return [*values[:at], *values[at + 1 :]]
+
+    invars, outvars = [*without(body.invars, n), v], without(body.outvars, n - consts)
+    scanned = len(body.invars) - consts - carries + 1
+    params = scan_params(consts, carries - 1, scanned, len(body.outvars) - carries)
+    params |= {"jaxpr": body.replace(invars=invars, outvars=outvars)}
+    numbers = core.Var(v.aval.update(shape=(length,)))
+    return eqn.replace(
+        invars=[*without(eqn.invars, n), numbers],
+        outvars=without(eqn.outvars, n - consts),
+        params={**eqn.params, **params},
+    ), n
+
+
 def may_run_before(eqn: core.JaxprEqn) -> bool:
     """Whether some products of a scan on arrays may run before the loop."""
+    if counted(eqn) is not None:
+        return True
     body, (consts, carries) = eqn.params["jaxpr"], scan_counts(eqn.params)
     if split(body, consts, eqn.params["length"]) is not None:
         return True
@@ -185,9 +220,10 @@ def _worthwhile(invariant: list[core.JaxprEqn]) -> set[int]:
             hoisted.add(id(eqn))
             needed |= {v for v in eqn.invars if type(v) is not core.Literal}
     made = {v for eqn in invariant if id(eqn) in hoisted for v in eqn.outvars}
+    left = {v for eqn in invariant for v in eqn.outvars} - made
     for eqn in invariant:
         variables = [v for v in eqn.invars if type(v) is not core.Literal]
-        if id(eqn) in hoisted or made.isdisjoint(variables):
+        if id(eqn) in hoisted or made.isdisjoint(variables) or not left.isdisjoint(variables):
             continue
         sizes, results = (
             [getattr(v.aval, "size", 0) for v in group] for group in (variables, eqn.outvars)
@@ -195,4 +231,5 @@ def _worthwhile(invariant: list[core.JaxprEqn]) -> set[int]:
         if all(any(is_at_least(size, result) for size in sizes) for result in results):
             hoisted.add(id(eqn))
             made.update(eqn.outvars)
+            left.difference_update(eqn.outvars)
     return hoisted
