@@ -1,6 +1,7 @@
 """What the rules of loops share: carries that take another form, and work before the loop."""
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,7 +18,7 @@ from ikbo_jax.rewrite.values.forms import form, widened
 from ikbo_jax.rewrite.values.jaxprs import ending_its_trace, evaluate, trace
 from ikbo_jax.rewrite.values.lineage import Lazy, has_lineage, is_plain
 from ikbo_jax.rewrite.values.reshaped import is_split
-from ikbo_jax.rewrite.values.staged import is_local
+from ikbo_jax.rewrite.values.staged import is_local, shape_of
 
 
 def trial(ctx: Context, fn: Callable[..., Any], arrays: Sequence[Any] = ()) -> Any:
@@ -90,11 +91,11 @@ class Retry(Exception):
 
     Attributes:
       returned: skeletons of the carries that the body returns.
-      built: the identities of all values that were materialised.
+      built: all values that were materialised, by their identities.
     """
 
     returned: list[Any]
-    built: set[int]
+    built: dict[int, Any]
 
 
 def unstable(carry: list[Any], returned: list[Any]) -> list[int]:
@@ -171,7 +172,10 @@ def rows_before(
     def gains() -> bool:
         inner = ctx.inner()
         results = inner.run_closed(program, operands, eqn)
-        copies_none = inner.scope.has_lineages() and not inner.scope.built()
+        # A copy of users' rows is larger than what is computed of them, or is given.
+        most = max([math.prod(shape_of(x)) for x in (*operands, *results)])
+        copies = [x for x in inner.scope.built().values() if math.prod(x.shape) > most]
+        copies_none = inner.scope.has_lineages() and not copies
         return all(map(_is_of_rows, results)) or len(chosen) == len(xs) and copies_none
 
     if not trial(ctx, gains):
