@@ -60,8 +60,8 @@ class Axes:
     @property
     def together(self) -> list[int]:
         """Dimensions of the only special group."""
-        (n,) = self.special
-        return self.dims[n]
+        ((dims, _),) = self.places
+        return dims
 
     def runs(self, dims: Sequence[int]) -> list[int]:
         """Numbers the groups of dimensions, in order; NotCovered if some of a group are missing."""
@@ -73,9 +73,6 @@ class Axes:
     def before(self, dims: Sequence[int]) -> tuple[int, ...]:
         """Numbers dimensions as before the reshape."""
         return tuple([d for n in self.runs(dims) for d in self.inner[n]])
-
-    def chosen(self, dims: Sequence[int]) -> list[Group]:
-        return [self.groups[n] for n in self.runs(dims)]
 
     def single(self, dim: int) -> int:
         """Numbers a dimension that the reshape keeps; NotCovered for another one."""
@@ -92,37 +89,31 @@ class Axes:
         for dims, group in self.places:
             if max(dims) >= len(shape) or tuple([shape[d] for d in dims]) != group.sizes:
                 raise NotCovered(f"{name} of a merged value that is broadcast")
-        return axes_of(plain_groups(shape)).put(self.places)
+        return axes_at(shape, self.places)
 
     def put(self, groups: Iterable[tuple[Sequence[int], Group]]) -> Axes:
         """Puts groups in place of dimensions."""
         new = [(list(dims), group) for dims, group in groups]
         taken = {d for dims, _ in new for d in dims}
         old = zip(self.dims, self.groups, strict=True)
-        return _axes_at(new + [(dims, x) for dims, x in old if taken.isdisjoint(dims)])
+        return _sorted(new + [(dims, x) for dims, x in old if taken.isdisjoint(dims)])
 
     def at(self, shape: Sequence[int], dims: Sequence[int]) -> Axes:
         """Puts the only special group in place of dimensions of another shape."""
-        (n,) = self.special
-        return axes_of(plain_groups(shape)).put([(dims, self.groups[n])])
+        ((_, group),) = self.places
+        return axes_at(shape, [(dims, group)])
 
     def moved(self, dims: Sequence[int]) -> Axes:
         """Returns axes of these dimensions alone, in this order, which may lack whole groups."""
         places = {d: n for n, d in enumerate(dims)}
-        found = [([places[d] for d in self.dims[n]], self.groups[n]) for n in self.runs(dims)]
-        return _axes_at(found)
-
-    def inserted(self, axis: int, size: int) -> Axes:
-        """Inserts a dimension."""
-        places = zip(self.dims, self.groups, strict=True)
-        moved = [([d + (d >= axis) for d in dims], x) for dims, x in places]
-        return _axes_at([*moved, ([axis], Group((size,), (size,)))])
+        own = self.runs(dims)
+        return _sorted([([places[d] for d in self.dims[n]], self.groups[n]) for n in own])
 
     def beside(self, other: Axes) -> Axes:
         """Puts the dimensions of other axes after these."""
         count = len(self.shape)
         after = zip(([count + d for d in dims] for dims in other.dims), other.groups, strict=True)
-        return _axes_at([*zip(self.dims, self.groups, strict=True), *after])
+        return _sorted([*zip(self.dims, self.groups, strict=True), *after])
 
 
 def inverse(order: Sequence[int]) -> list[int]:
@@ -130,12 +121,17 @@ def inverse(order: Sequence[int]) -> list[int]:
     return [order.index(d) for d in range(len(order))]
 
 
-def _axes_at(places: list[tuple[list[int], Group]]) -> Axes:
+def _sorted(places: list[tuple[list[int], Group]]) -> Axes:
     """Returns the axes of groups that are at these dimensions."""
     places.sort(key=lambda place: min(place[0]))
     dims = [d for own, _ in places for d in own]
     groups = tuple([group for _, group in places])
     return axes_of(groups, () if dims == sorted(dims) else tuple(inverse(dims)))
+
+
+def axes_at(shape: Sequence[int], groups: Any) -> Axes:
+    """Returns the axes of a shape with groups in place of some dimensions."""
+    return axes_of(plain_groups(shape)).put(groups)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -200,7 +196,7 @@ def flattened(ctx: Context, eqn: Any, x: Any, axes: Axes) -> Any:
             target += group.before
             wide[start:stop] = group.sizes
     target += shape[stop:]
-    if has_lineage(x) and len(axes_of(axes.groups).chosen([x.axis])[0].before) > 1:
+    if has_lineage(x) and len(axes.groups[axes_of(axes.groups).numbers[x.axis]].before) > 1:
         reason = "looked up by other rows than the merged value"
         return ctx.materialise(eqn, to_shape(ctx, eqn, x, target), reason)
     if tuple(wide) != shape:
@@ -258,5 +254,5 @@ def to_shape_again(ctx: Context, eqn: Any, x: Reshaped, shape: tuple[int, ...]) 
         return reshape.reshape_to(ctx, eqn, x.inner, shape)
     at = list(dict.fromkeys([places[d] for d in own]))
     group = Group(tuple([shape[d] for d in at]), axes.places[0][1].before)
-    out = axes_of(plain_groups(shape)).put([(at, group)])
+    out = axes_at(shape, [(at, group)])
     return again(ctx, eqn, to_shape(ctx, eqn, x.inner, out.before_shape), out)

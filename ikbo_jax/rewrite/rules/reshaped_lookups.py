@@ -14,6 +14,7 @@ from ikbo_jax.rewrite.interpret import Context, at_shapes, shape_of
 from ikbo_jax.rewrite.rules import positions
 from ikbo_jax.rewrite.rules.reshaped_axes import (
     again,
+    axes_at,
     axes_of,
     equation,
     flattened,
@@ -175,7 +176,7 @@ def gather_by_dimensions(ctx: Context, eqn: Any, operand: Any, indices: Any) -> 
     numbers, sizes = eqn.params["dimension_numbers"], shape_of(indices)[:-1]
     shape = eqn.outvars[0].aval.shape
     dims = [d for d in range(len(shape)) if d not in numbers.offset_dims]
-    out = axes_of((Group(sizes, (math.prod(sizes),)),)).at(shape, dims)
+    out = axes_at(shape, [(dims, Group(sizes, (math.prod(sizes),)))])
     flat = flat_indices(ctx, eqn, indices)
     numbers = numbers._replace(offset_dims=out.before(numbers.offset_dims))
     operands = [operand, flat]
@@ -186,6 +187,6 @@ def gather_by_dimensions(ctx: Context, eqn: Any, operand: Any, indices: Any) -> 
     if kept := [d for d in dims if shape[d] != 1]:
         # Dimensions of size 1 look nothing up.
         group = Group(tuple([shape[d] for d in kept]), (math.prod(sizes),))
-        out = axes_of(plain_groups(shape)).put([(kept, group)])
+        out = axes_at(shape, [(kept, group)])
         result = to_shape(ctx, eqn, result, out.before_shape)
     return again(ctx, eqn, result, out)

@@ -16,6 +16,7 @@ from ikbo_jax.rewrite.rules.batched import dims_of
 from ikbo_jax.rewrite.rules.reshaped_axes import (
     Axes,
     again,
+    axes_at,
     axes_of,
     flattened,
     run_before,
@@ -194,8 +195,10 @@ def _with_rows_moved(
 @_rule
 def stack(axes: Axes, eqn: Any, operands: Any) -> Any:
     """Concatenates along a new dimension."""
-    out = axes.inserted(eqn.params["axis"], len(operands))
-    return {"axis": out.single(eqn.params["axis"])}, out
+    axis, rank = eqn.params["axis"], len(axes.shape)
+    wide = axes.beside(axes_of(plain_groups([len(operands)])))
+    out = wide.moved([*range(axis), rank, *range(axis, rank)])
+    return {"axis": out.single(axis)}, out
 
 
 @_rule
@@ -218,7 +221,7 @@ def broadcast(axes: Axes, eqn: Any, operands: Any) -> Any:
         tuple([shape[t] for t in own]) != x.sizes for own, x in zip(targets, groups, strict=True)
     ):
         raise NotCovered("broadcast of a merged axis")
-    out = axes_of(plain_groups(shape)).put(zip(targets, groups, strict=True))
+    out = axes_at(shape, zip(targets, groups, strict=True))
     return {"shape": out.before_shape, "broadcast_dimensions": out.before(dims)}, out
 
 
@@ -229,7 +232,7 @@ def dynamic_slice(ctx: Context, eqn: Any, x: Any, *rest: Any) -> Any:
     if any(isinstance(y, Reshaped) for y in starts):
         raise NotCovered(f"{eqn.primitive.name} at positions that are looked up")
     like = next(y for y in cut if isinstance(y, Reshaped))
-    axes, params = axes_of(*like.layout).fitted(shape_of(x), ""), dict[str, Any]()
+    axes, params = axes_of(*like.layout).fitted(shape_of(x), eqn.primitive.name), dict[str, Any]()
     sizes = shape_of(rest[0]) if is_update else eqn.params["slice_sizes"]
     if any(tuple([sizes[d] for d in dims]) != group.sizes for dims, group in axes.places):
         raise NotCovered(f"{eqn.primitive.name} along dimensions that look rows up together")

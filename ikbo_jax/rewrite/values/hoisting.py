@@ -61,31 +61,24 @@ def counted(eqn: core.JaxprEqn) -> tuple[core.JaxprEqn, int] | None:
     None if no carry counts iterations, or if work that the counter chooses holds no product.
     """
     body, (consts, carries) = eqn.params["jaxpr"], scan_counts(eqn.params)
-    sums = {x.outvars[0]: x.invars for x in body.eqns if x.primitive is lax.add_p}
+    sums = {id(x.outvars[0]): x.invars for x in body.eqns if x.primitive is lax.add_p}
     for n, out in enumerate(body.outvars[:carries], consts):
-        v, start = body.invars[n], eqn.invars[n]
-        x, step = (type(out) is not core.Literal and sums.get(out)) or (None, None)
+        v, start, (x, step) = body.invars[n], eqn.invars[n], sums.get(id(out), (None, None))
         if x is v and type(step) is type(start) is core.Literal and step.val == 1:
             break
     else:
         return None
-    length = eqn.params["length"]
+    length, at = eqn.params["length"], n - consts
     if not isinstance(length, int) or split_by_rows(body, consts, (v,)) is None:
         return None
-
-    def without(values: Sequence[Any], at: int) -> list[Any]:
-        return [*values[:at], *values[at + 1 :]]
-
-    invars, outvars = [*without(body.invars, n), v], without(body.outvars, n - consts)
-    scanned = len(body.invars) - consts - carries + 1
-    params = scan_params(consts, carries - 1, scanned, len(body.outvars) - carries)
-    params |= {"jaxpr": body.replace(invars=invars, outvars=outvars)}
-    numbers = core.Var(v.aval.update(shape=(length,)))
-    return eqn.replace(
-        invars=[*without(eqn.invars, n), numbers],
-        outvars=without(eqn.outvars, n - consts),
-        params={**eqn.params, **params},
-    ), n
+    invars = [*body.invars[:n], *body.invars[n + 1 :], v]
+    outvars = [*body.outvars[:at], *body.outvars[at + 1 :]]
+    counts = consts, carries - 1, len(invars) - consts - carries + 1, len(body.outvars) - carries
+    params = {**eqn.params, **scan_params(*counts)}
+    params["jaxpr"] = body.replace(invars=invars, outvars=outvars)
+    invars = [*eqn.invars[:n], *eqn.invars[n + 1 :], core.Var(v.aval.update(shape=(length,)))]
+    outvars = [*eqn.outvars[:at], *eqn.outvars[at + 1 :]]
+    return eqn.replace(invars=invars, outvars=outvars, params=params), n
 
 
 def may_run_before(eqn: core.JaxprEqn) -> bool:
