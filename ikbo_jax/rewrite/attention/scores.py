@@ -188,12 +188,12 @@ class Scores(Deferred):
         if key is root.key:
             return self, found
 
+        lineages = root.key.lineage, key.lineage
+
         # What is by user gets the rows that the keys get, too.
         def rows(x: Any) -> Any:
             of_users = x is not None and x.shape[0] == root.key.base.shape[0]
-            if not of_users:
-                return x
-            return reselect.at_rows_of(ctx, x, 0, root.key.lineage, key.lineage)
+            return reselect.at_rows_of(ctx, x, 0, *lineages) if of_users else x
 
         def masks(fills: Sequence[Fill]) -> tuple[Fill, ...]:
             kept = [dataclasses.replace(x, kept=rows(x.kept)) for x in fills]

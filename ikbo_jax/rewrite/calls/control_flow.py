@@ -274,7 +274,7 @@ def while_(ctx: Context, eqn: Any, *operands: Any) -> Any:
     while True:
         arrays, pack = unpack_all(carry)
 
-        def once(*arrays: Any, pack: Any = pack) -> tuple[list[Any], dict[int, Any]]:
+        def once(*arrays: Any, pack: Any = pack) -> tuple[list[Any], set[int]]:
             inner, results = step(pack(arrays))
             return list(map(skeleton, results)), inner.scope.built()
 

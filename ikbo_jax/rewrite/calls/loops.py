@@ -1,7 +1,6 @@
 """What the rules of loops share: carries that take another form, and work before the loop."""
 
 import dataclasses
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,13 +11,23 @@ from jax import lax
 from jax.extend import core
 
 from ikbo_jax.rewrite.interpret import Context
+from ikbo_jax.rewrite.report.recorder import Recorder
 from ikbo_jax.rewrite.rules.elementwise import narrowed
 from ikbo_jax.rewrite.values import hoisting
 from ikbo_jax.rewrite.values.forms import form, widened
 from ikbo_jax.rewrite.values.jaxprs import ending_its_trace, evaluate, trace
 from ikbo_jax.rewrite.values.lineage import Lazy, has_lineage, is_plain
 from ikbo_jax.rewrite.values.reshaped import is_split
-from ikbo_jax.rewrite.values.staged import is_local, shape_of
+from ikbo_jax.rewrite.values.staged import is_local
+
+
+class _Copies(Recorder):
+    """Records only whether looked-up rows are copied."""
+
+    copied = False
+
+    def wrote(self, eqn: Any, value: Any, reason: str, copied: bool) -> None:
+        self.copied |= copied
 
 
 def trial(ctx: Context, fn: Callable[..., Any], arrays: Sequence[Any] = ()) -> Any:
@@ -91,11 +100,11 @@ class Retry(Exception):
 
     Attributes:
       returned: skeletons of the carries that the body returns.
-      built: all values that were materialised, by their identities.
+      built: the identities of all values that were materialised.
     """
 
     returned: list[Any]
-    built: dict[int, Any]
+    built: set[int]
 
 
 def unstable(carry: list[Any], returned: list[Any]) -> list[int]:
@@ -170,12 +179,9 @@ def rows_before(
     program = trace(every, avals)
 
     def gains() -> bool:
-        inner = ctx.inner()
+        inner = ctx.inner(copies := _Copies(muted=True))
         results = inner.run_closed(program, operands, eqn)
-        # A copy of users' rows is larger than what is computed of them, or is given.
-        most = max([math.prod(shape_of(x)) for x in (*operands, *results)])
-        copies = [x for x in inner.scope.built().values() if math.prod(x.shape) > most]
-        copies_none = inner.scope.has_lineages() and not copies
+        copies_none = inner.scope.has_lineages() and not copies.copied
         return all(map(_is_of_rows, results)) or len(chosen) == len(xs) and copies_none
 
     if not trial(ctx, gains):

@@ -317,9 +317,10 @@ def unwrapped(ctx: Any, value: Any, rows: int, *, clips: bool) -> tuple[Any, boo
     """
     name, _, operands = ctx.made_by(value)
     if name in ("max", "min") and clips:
-        bounds = [single(ctx, x) for x in operands]
-        for bound, x in zip(bounds, operands[::-1], strict=True):
-            if bound is not None and (bound <= 0 if name == "max" else bound >= rows - 1):
+        for y, x in itertools.permutations(operands):
+            if (bound := single(ctx, y)) is not None and (
+                bound <= 0 if name == "max" else bound >= rows - 1
+            ):
                 return unwrapped(ctx, x, rows, clips=True)[0], False
     which, x, wrapped = operands if name == "select_n" and len(operands) == 3 else (None,) * 3
     (test, _, compared), (added, _, sum_of) = ctx.made_by(which), ctx.made_by(wrapped)

@@ -96,10 +96,9 @@ def aligned(ctx: Any, values: Sequence[Any]) -> list[Any]:
 
 
 def _numbers(ctx: Any, users: Lineage) -> tuple[Any, Any, bool, int]:
-    """Returns by which numbers a lineage looks up, of how many rows, and how out of bounds.
+    """Returns by which numbers a lineage looks up, or None if unknown, and of how many rows.
 
-    That is whether negative numbers count from the end, and how many rows it has in all. The
-    numbers are None if they are not known.
+    Also whether negative numbers count from the end, and its rows with those out of bounds.
     """
     root, rows = users.numbers or (None, None)
     if not isinstance(rows, int):

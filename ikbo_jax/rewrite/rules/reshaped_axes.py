@@ -88,7 +88,7 @@ class Axes:
         """
         for dims, group in self.places:
             if max(dims) >= len(shape) or tuple([shape[d] for d in dims]) != group.sizes:
-                raise NotCovered(f"{name} of a merged value that is broadcast")
+                raise NotCovered(f"{name} of a part of dimensions that look rows up together")
         return axes_at(shape, self.places)
 
     def put(self, groups: Iterable[tuple[Sequence[int], Group]]) -> Axes:
@@ -142,16 +142,12 @@ def axes_of(groups: tuple[Group, ...], order: tuple[int, ...] = ()) -> Axes:
 
 def transposed(ctx: Context, eqn: Any, x: Any, order: Sequence[int]) -> Any:
     """Transposes any value, once in every scope."""
-    order, sizes = tuple(order), shape_of(x)
+    order, shape = tuple(order), shape_of(x)
     if order == tuple(range(len(order))):
         return x
-
-    def run() -> Any:
-        shape = [sizes[d] for d in order]
-        moved = equation(eqn, lax.transpose_p, [x], shape, {"permutation": order})
-        return ctx.run_equation(moved, [x])[0]
-
-    return ctx.scope.once(("transposed", *order), [x], run)
+    sizes = [shape[d] for d in order]
+    moved = equation(eqn, lax.transpose_p, [x], sizes, {"permutation": order})
+    return ctx.scope.once(("transposed", *order), [x], lambda: ctx.run_equation(moved, [x])[0])
 
 
 def equation(eqn: Any, primitive: Any, avals: Sequence[Any], out_shape: Any, params: Any) -> Any:

@@ -141,9 +141,8 @@ def transpose(ctx: Context, eqn: Any, x: Reshaped) -> Any:
     order = list(map(int, eqn.params["permutation"]))
     own = axes_of(*x.layout).together if x.splits else []
     at = [order.index(d) for d in own]
-    if at == sorted(at) or x.inner.rule is not None:
-        return _transpose(ctx, eqn, x)
-    if any(d not in own and x.shape[d] != 1 for d in order[min(at) : max(at)]):
+    between = [d for d in order[min(at, default=0) : max(at, default=0)] if d not in own]
+    if at == sorted(at) or x.inner.rule is not None or any(x.shape[d] != 1 for d in between):
         return _transpose(ctx, eqn, x)
     within = [own.index(d) for d in order if d in own]
     x = _with_rows_moved(ctx, eqn, x, lambda rows: rows.transpose(within))
@@ -175,8 +174,7 @@ def _with_rows_moved(
 ) -> Any:
     """Looks the rows of several dimensions up as `move` moves their numbers, which have these."""
     axes = axes_of(*x.layout)
-    (n,) = axes.special
-    sizes, at = axes.groups[n].sizes, axes.inner[n].start
+    (n,), sizes = axes.special, axes.places[0][1].sizes
     if not all(isinstance(size, int) for size in sizes):
         raise NotCovered("an operation along dimensions that look rows up together")
     rows = move(np.arange(math.prod(sizes), dtype=np.int32).reshape(sizes))
@@ -186,7 +184,7 @@ def _with_rows_moved(
     key = "moved rows", rows.tobytes()
     numbers = ctx.scope.once(key, [], lambda: jnp.asarray(rows.reshape(-1)))
     like = [jax.ShapeDtypeStruct(y.shape, y.dtype) for y in (x.inner, numbers)]
-    program = jax.make_jaxpr(functools.partial(staged.gather_rows, axis=at))(*like)
+    program = jax.make_jaxpr(functools.partial(staged.gather_rows, axis=axes.inner[n].start))(*like)
     groups = (*axes.groups[:n], Group(rows.shape, (rows.size,)), *axes.groups[n + 1 :])
     (found,) = ctx.run_closed(program, [x.inner, numbers])
     return again(ctx, eqn, found, axes_of(groups, axes.order))
@@ -205,8 +203,7 @@ def stack(axes: Axes, eqn: Any, operands: Any) -> Any:
 def unstack(axes: Axes, eqn: Any, operands: Any) -> Any:
     """Slices along another dimension, without the dimension."""
     axis = eqn.params["axis"]
-    kept = [d for d in range(len(axes.shape)) if d != axis]
-    return {"axis": axes.single(axis)}, axes.moved(kept)
+    return {"axis": axes.single(axis)}, axes.moved([d for d in range(len(axes.shape)) if d != axis])
 
 
 @_rule
@@ -215,13 +212,10 @@ def broadcast(axes: Axes, eqn: Any, operands: Any) -> Any:
     if len(operands) > 1:
         raise NotCovered("broadcast to a dynamic shape")
     shape, dims = eqn.params["shape"], list(map(int, eqn.params["broadcast_dimensions"]))
-    targets = [[dims[d] for d in axes.dims[n]] for n in axes.special]
-    groups = [axes.groups[n] for n in axes.special]
-    if any(
-        tuple([shape[t] for t in own]) != x.sizes for own, x in zip(targets, groups, strict=True)
-    ):
+    places = [([dims[d] for d in own], group) for own, group in axes.places]
+    if any(tuple([shape[t] for t in own]) != group.sizes for own, group in places):
         raise NotCovered("broadcast of a merged axis")
-    out = axes_at(shape, zip(targets, groups, strict=True))
+    out = axes_at(shape, places)
     return {"shape": out.before_shape, "broadcast_dimensions": out.before(dims)}, out
 
 
@@ -232,12 +226,11 @@ def dynamic_slice(ctx: Context, eqn: Any, x: Any, *rest: Any) -> Any:
     if any(isinstance(y, Reshaped) for y in starts):
         raise NotCovered(f"{eqn.primitive.name} at positions that are looked up")
     like = next(y for y in cut if isinstance(y, Reshaped))
-    axes, params = axes_of(*like.layout).fitted(shape_of(x), eqn.primitive.name), dict[str, Any]()
     sizes = shape_of(rest[0]) if is_update else eqn.params["slice_sizes"]
-    if any(tuple([sizes[d] for d in dims]) != group.sizes for dims, group in axes.places):
-        raise NotCovered(f"{eqn.primitive.name} along dimensions that look rows up together")
+    of_slice = axes_of(*like.layout).fitted(sizes, eqn.primitive.name)
+    axes, params = of_slice.fitted(shape_of(x), eqn.primitive.name), dict[str, Any]()
     if not is_update:
-        params["slice_sizes"] = axes.fitted(sizes, "").before_shape
+        params["slice_sizes"] = of_slice.before_shape
     # A start along an axis that is taken whole is clamped to 0.
     flat = [flattened(ctx, eqn, y, axes) for y in cut]
     flat += [starts[dims[0]] for dims in axes.dims]
@@ -261,14 +254,8 @@ def dot_general(ctx: Context, eqn: Any, lhs: Any, rhs: Any) -> Any:
     if all(map(is_split, operands)) and not wanted[1]:
         raise NotCovered("product of values that are looked up by different dimensions")
     full = [x.put(found) for x, found in zip(axes, wanted, strict=True)]
-    flat = [
-        flattened(ctx, eqn, x, whole) if whole.special else x
-        for x, whole in zip(operands, full, strict=True)
-    ]
-    numbers = tuple(
-        tuple(x.before(dims) for x, dims in zip(full, pair, strict=True))
-        for pair in (contract, batch)
-    )
+    flat = [flattened(ctx, eqn, x, whole) for x, whole in zip(operands, full, strict=True)]
+    numbers = tuple(tuple(map(Axes.before, full, pair)) for pair in (contract, batch))
     free = [
         [d for d in range(len(x.shape)) if d not in (*contract[side], *batch[side])]
         for side, x in enumerate(full)

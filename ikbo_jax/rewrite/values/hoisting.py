@@ -63,13 +63,15 @@ def counted(eqn: core.JaxprEqn) -> tuple[core.JaxprEqn, int] | None:
     body, (consts, carries) = eqn.params["jaxpr"], scan_counts(eqn.params)
     sums = {id(x.outvars[0]): x.invars for x in body.eqns if x.primitive is lax.add_p}
     for n, out in enumerate(body.outvars[:carries], consts):
-        v, start, (x, step) = body.invars[n], eqn.invars[n], sums.get(id(out), (None, None))
-        if x is v and type(step) is type(start) is core.Literal and step.val == 1:
+        v, (x, step) = body.invars[n], sums.get(id(out), (None, None))
+        is_fixed = type(step) is type(eqn.invars[n]) is core.Literal
+        if x is v and is_fixed and step.val == 1 and is_index(v.aval):
             break
     else:
         return None
     length, at = eqn.params["length"], n - consts
-    if not isinstance(length, int) or split_by_rows(body, consts, (v,)) is None:
+    is_other = eqn.params["reverse"] or not isinstance(length, int) or length < 2
+    if is_other or split_by_rows(body, consts, (v,)) is None:
         return None
     invars = [*body.invars[:n], *body.invars[n + 1 :], v]
     outvars = [*body.outvars[:at], *body.outvars[at + 1 :]]
@@ -83,10 +85,8 @@ def counted(eqn: core.JaxprEqn) -> tuple[core.JaxprEqn, int] | None:
 
 def may_run_before(eqn: core.JaxprEqn) -> bool:
     """Whether some products of a scan on arrays may run before the loop."""
-    if counted(eqn) is not None:
-        return True
     body, (consts, carries) = eqn.params["jaxpr"], scan_counts(eqn.params)
-    if split(body, consts, eqn.params["length"]) is not None:
+    if counted(eqn) is not None or split(body, consts, eqn.params["length"]) is not None:
         return True
     scanned = tuple(body.invars[consts + carries :])
     indices = tuple([v for v in scanned if is_index(v.aval)])

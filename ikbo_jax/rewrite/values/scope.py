@@ -96,9 +96,9 @@ class Scope:
         self._built[id(value)] = (value, array)
         return array
 
-    def built(self) -> dict[int, Any]:
-        """Returns the values that were materialised in this scope, by their identities."""
-        return {key: value for key, (value, _) in self._built.items()}
+    def built(self) -> set[int]:
+        """Returns identities of the values that were materialised in this scope."""
+        return set(self._built)
 
     def is_built(self, value: Any) -> bool:
         """Whether a value was materialised in this scope or in one that encloses it."""
