@@ -135,6 +135,7 @@ class Scope:
         *,
         composed_of: tuple[Lineage, ...] = (),
         is_sorted: bool = False,
+        numbers: Any = None,
     ) -> Lineage:
         """Returns the lineage with this key; the first call creates it from `make_index`.
 
@@ -148,7 +149,7 @@ class Scope:
         _, found = self.find("_lineages", full_key) or (key, None)
         if found is None:
             index = make_index()
-            found = Lineage(index, users, batch, composed_of, nearest, is_sorted)
+            found = Lineage(index, users, batch, composed_of, nearest, is_sorted, numbers)
             self._lineages[full_key] = (key, found)
         return found
 
