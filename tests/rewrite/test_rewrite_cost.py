@@ -289,8 +289,8 @@ def test_costs_of_an_op_are_those_of_its_problem() -> None:
     found = cost.program_cost(program)
     (plan,) = ikbo.explain(ikbo.linear_compression, *args).plans
     assert found.flops == plan.problem.useful_flops
-    result = 4 * np.prod(jax.eval_shape(ikbo.linear_compression, *args).shape)
     in_xla, _ = cost.reported_costs(program, program)
+    result = 4 * np.prod(jax.eval_shape(ikbo.linear_compression, *args).shape)
     assert found.nbytes == sum(x.nbytes for x in args) + result < in_xla.nbytes
     query, key = jnp.ones((B, 2, 2, 8)), jnp.ones((U, 5, 2, 8))
     attention = jax.make_jaxpr(ikbo.attention)(query, key, key, args[-1])

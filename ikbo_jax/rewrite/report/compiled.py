@@ -24,13 +24,13 @@ class Compiled:
         self._steps: dict[Any, Any] = {}
 
     def counts(self, program: core.Jaxpr) -> Counts:
-        """Counts a program; raises an exception if XLA does not compile it for this device."""
+        """Counts a program; raises an exception if XLA does not compile it for one device."""
         return self._counts(program)[0]
 
     def _counts(self, program: core.Jaxpr) -> tuple[Counts, Counts]:
         if id(program) not in self._known:
-            once = explain.counted_by_xla(core.jaxpr_as_fun(program), *program.in_avals)
             others = [self._other_steps(x) for x in _scans(program)]
+            once = explain.counted_by_xla(core.jaxpr_as_fun(program), *program.in_avals)
             self._known[id(program)] = Counts(*map(sum, zip(once, *others, strict=True))), once
         return self._known[id(program)]
 
@@ -48,6 +48,8 @@ class Compiled:
 def _scans(program: core.Jaxpr) -> Iterator[core.JaxprEqn]:
     """Yields the loops of a program, but those inside of others; XLA inlines loops of one step."""
     for eqn in program.eqns:
+        if eqn.primitive.name in ("sharding_constraint", "shard_map"):
+            raise ValueError("XLA counts the part of one device")
         if eqn.primitive.name == "scan" and eqn.params["length"] != 1:
             yield eqn
             continue

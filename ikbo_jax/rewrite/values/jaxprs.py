@@ -77,15 +77,16 @@ def with_constants_last(program: core.Jaxpr) -> core.Jaxpr:
 
 def with_traced_constants_last(program: core.Jaxpr) -> core.Jaxpr:
     """Turns those constants of a program into its last arguments that are no arrays."""
-    constants = list(zip(program.constvars, program.consts, strict=True))
-    known = [(v, x) for v, x in constants if _is_known(x)]
-    others = [v for v, x in constants if not _is_known(x)]
-    constvars, consts = ([pair[k] for pair in known] for k in (0, 1))
-    return program.replace(constvars=constvars, consts=consts, invars=[*program.invars, *others])
-
-
-def _is_known(x: Any) -> bool:
-    return isinstance(x, (jax.Array, np.ndarray)) and not isinstance(x, jax.core.Tracer)
+    tracer, array = jax.core.Tracer, (jax.Array, np.ndarray)
+    known = [isinstance(x, array) and not isinstance(x, tracer) for x in program.consts]
+    if all(known):
+        return program
+    constants = list(zip(program.constvars, program.consts, known, strict=True))
+    return program.replace(
+        constvars=[v for v, _, is_known in constants if is_known],
+        consts=[x for _, x, is_known in constants if is_known],
+        invars=[*program.invars, *[v for v, _, is_known in constants if not is_known]],
+    )
 
 
 def evaluate(
