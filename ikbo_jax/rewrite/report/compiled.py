@@ -11,38 +11,30 @@ from ikbo_jax.rewrite.report.products import steps_of
 from ikbo_jax.rewrite.values.jaxprs import inner_programs
 
 
-class Compiled:
-    """Counts programs; XLA counts one step of a loop, which this class multiplies.
+def counts(program: core.Jaxpr, known: dict[Any, Any]) -> tuple[Counts, Counts]:
+    """Counts a program with every step of its loops, and with one step of each, as XLA does.
 
-    Ops in XLA have loops, too, over the groups of candidates of a user.
+    Ops in XLA have loops, too, over the groups of candidates of a user. Raises an exception if XLA
+    does not compile the program for one device. `known` holds what was counted before.
     """
+    key = "counts", id(program)
+    if key not in known:
+        others = [_other_steps(x, known) for x in _scans(program)]
+        once = explain.counted_by_xla(core.jaxpr_as_fun(program), *program.in_avals)
+        known[key] = Counts(*map(sum, zip(once, *others, strict=True))), once
+    found: tuple[Counts, Counts] = known[key]
+    return found
 
-    def __init__(self) -> None:
-        # By the identity of a program, what all of it costs, and with one step of each loop.
-        self._known: dict[int, tuple[Counts, Counts]] = {}
-        # Programs of loops' steps, whose identities others must not take.
-        self._steps: dict[Any, Any] = {}
 
-    def counts(self, program: core.Jaxpr) -> Counts:
-        """Counts a program; raises an exception if XLA does not compile it for one device."""
-        return self._counts(program)[0]
-
-    def _counts(self, program: core.Jaxpr) -> tuple[Counts, Counts]:
-        if id(program) not in self._known:
-            others = [self._other_steps(x) for x in _scans(program)]
-            once = explain.counted_by_xla(core.jaxpr_as_fun(program), *program.in_avals)
-            self._known[id(program)] = Counts(*map(sum, zip(once, *others, strict=True))), once
-        return self._known[id(program)]
-
-    def _other_steps(self, scan: core.JaxprEqn) -> list[int]:
-        """Counts all steps of a loop but those that XLA counts: one, or what is unrolled."""
-        length, unroll = scan.params["length"], scan.params["unroll"]
-        counted = min(length, unroll + length % unroll)
-        found = [(n, *self._counts(x)) for n, x in steps_of(scan, self._steps)]
-        return [
-            sum([n * every[k] - min(n, counted) * once[k] for n, every, once in found])
-            for k in range(len(Counts._fields))
-        ]
+def _other_steps(scan: core.JaxprEqn, known: dict[Any, Any]) -> list[int]:
+    """Counts all steps of a loop but those that XLA counts: one, or what is unrolled."""
+    length, unroll = scan.params["length"], scan.params["unroll"]
+    counted = min(length, unroll + length % unroll)
+    found = [(n, *counts(x, known)) for n, x in steps_of(scan, known)]
+    return [
+        sum([n * every[k] - min(n, counted) * once[k] for n, every, once in found])
+        for k in range(len(Counts._fields))
+    ]
 
 
 def _scans(program: core.Jaxpr) -> Iterator[core.JaxprEqn]:

@@ -15,7 +15,7 @@ import jax
 from jax.extend import core
 
 from ikbo_jax.ops import explain, target
-from ikbo_jax.rewrite.report.compiled import Compiled
+from ikbo_jax.rewrite.report import compiled
 from ikbo_jax.rewrite.report.products import (
     ALONE,
     INLINED,
@@ -191,9 +191,9 @@ def _is_clear(old: Cost, new: Cost) -> bool:
 
 def _costs_by_xla(programs: Sequence[Any]) -> list[Cost]:
     """Returns what XLA counts of programs for a CPU; [] on a GPU, or if it cannot compile them."""
-    compiled = Compiled()
+    known: dict[Any, Any] = {}
     try:
-        return [] if on_gpu() else [Cost(*compiled.counts(x)) for x in programs]
+        return [] if on_gpu() else [Cost(*compiled.counts(x, known)[0]) for x in programs]
     except Exception:
         # They have kernels of a GPU, symbolic dimensions, or are divided over devices.
         return []
