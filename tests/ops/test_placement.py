@@ -250,7 +250,7 @@ def test_wrong_arrays():
         with pytest.raises(ValueError, match=re.escape(message)):
             placed.on(devices)
     for device in (1.0, True, "0"):
-        with pytest.raises(ValueError, match=rf"devices\[1\] is {device!r}, expected an integer"):
+        with pytest.raises(ValueError, match=rf"devices\[1\] must be .* but is {device!r}"):
             placed.on([0, device])
 
 
