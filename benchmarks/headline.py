@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from benchmarks import look_up, report, tables
+from benchmarks import report, tables
 from benchmarks.production import SLOWEST_BAR
 from benchmarks.records import OUR_NAME, Record
 
@@ -103,11 +103,9 @@ WORDS = (
 
 
 def _points(row: Row, results: Record) -> list[Record]:
-    points = results["points"]
-    if results["op"] == "look_up":  # Older files name no sweep.
-        drawn = {sizes.label for sizes in look_up.drawn()}
-        return [p for p in map(look_up.standard, points) if p["label"] in drawn]
-    return [p for p in points if row.points in (p["sweep"], f"{p['sweep']} {p['label']}")]
+    return [
+        p for p in results["points"] if row.points in (p["sweep"], f"{p['sweep']} {p['label']}")
+    ]
 
 
 def _duration(ms: float) -> str:

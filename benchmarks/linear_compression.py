@@ -209,10 +209,6 @@ def measure_point(point: Point, run: harness.Run) -> dict[str, Any]:
     }
 
 
-def _measure_copy(run: harness.Run) -> None:
-    run.results["copy"] = timing.copy_ceiling(run.protocol.window_s, run.protocol.rounds)
-
-
 def best_by_hand(point: Record) -> Record | None:
     """Finds the figures of the fastest gradient by hand at a point of a results file."""
     return fastest(p for p in point["providers"] if p["name"] in BY_HAND)
@@ -256,7 +252,9 @@ BENCHMARK = Benchmark(
     [*_points()],
     measure_point,
     bars,
-    prepare=_measure_copy,
+    prepare=lambda run: run.results.update(
+        copy=timing.copy_ceiling(run.protocol.window_s, run.protocol.rounds)
+    ),
     directions=["forward"],
 )
 

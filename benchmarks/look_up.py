@@ -24,7 +24,6 @@ from benchmarks.harness import Benchmark, Point
 from benchmarks.production import checked
 from benchmarks.production_draws import normal
 from benchmarks.production_providers import Contender
-from benchmarks.records import Record
 from ikbo_jax.cases.error_rule import Check
 from ikbo_jax.problems.look_up import ITEM_BYTES
 
@@ -181,16 +180,6 @@ def measure_point(point: Point, run: harness.Run) -> dict[str, Any]:
     ]
     found = checked(makers, "forward", compared=compare)
     return harness.measure(found, dataclasses.replace(run.protocol, short_ms=math.inf))
-
-
-def standard(point: Record) -> Record:
-    """Converts a point of an older results file, which has microseconds by provider."""
-    if "us" not in point:
-        return point
-    sizes = {field.name: point[field.name] for field in dataclasses.fields(Sizes)}
-    timed = {name: us / 1e3 for name, us in point["us"].items() if isinstance(us, float)}
-    providers = [{"name": name, "median_ms": ms} for name, ms in timed.items()]
-    return {"sweep": "", "label": Sizes(**sizes).label, "problem": sizes, "providers": providers}
 
 
 BENCHMARK = Benchmark("look_up", POINTS, measure_point, times_matmul=False)

@@ -292,8 +292,7 @@ def production(results: Record, path: pathlib.Path) -> bool:
 
 def look_up(results: Record, path: pathlib.Path) -> bool:
     """Plots bandwidth over a row's bytes, beside XLA's, without hot users."""
-    found = map(of_look_up.standard, results["points"])
-    points = [point for point in found if not point["problem"]["is_hot"]]
+    points = [point for point in results["points"] if not point["problem"]["is_hot"]]
     panels = {
         "look_up": {of_look_up.LOOK_UP: of_look_up.LOOK_UP, "gather": "XLA's gather"},
         "segment_sum": {

@@ -122,10 +122,9 @@ def network_program(
 ) -> Program:
     """Makes the ranking network, or a step of plain descent, with users beside their candidates."""
     candidates, users = request
-    counts = ranking.random_counts(users, candidates, 0)
-    index = np.repeat(np.arange(users, dtype=np.int32), counts)
     base = ranking.SMALL if small else ranking.Sizes()
     sizes = dataclasses.replace(base, candidates=candidates, users=users)
+    index = np.asarray(ranking.user_index(sizes))
     drawn = ranking.Request._make((*map(np.asarray, ranking.draw_request(sizes, 0)), index))
     placement = place_users(index, users, mesh.size)
     of_users = map(placement.lay_out_users, drawn[:3])

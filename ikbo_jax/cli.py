@@ -170,7 +170,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_sizes(
-    parser: argparse.ArgumentParser, sizes: Sequence[tuple[Sequence[str], str]], required: bool
+    parser: argparse._ActionsContainer, sizes: Sequence[tuple[Sequence[str], str]], required: bool
 ) -> None:
     for flags, text in sizes:
         parser.add_argument(
@@ -199,9 +199,7 @@ def _add_gdpa_sizes(parser: argparse.ArgumentParser) -> None:
         (parser, ("--head-dim", "--h"), True, "H, head width"),
     )
     for target, flags, is_required, text in sizes:
-        target.add_argument(
-            *flags, type=terminal.positive, required=is_required, metavar="SIZE", help=text
-        )
+        _add_sizes(target, [(flags, text)], is_required)
     parser.add_argument(
         "--activation", default="gelu", metavar="NAME", help="activation of all heads"
     )

@@ -10,12 +10,13 @@ from __future__ import annotations
 import dataclasses
 import heapq
 import itertools
-import math
 from bisect import bisect_left, insort
 from collections.abc import Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
+
+from ikbo_jax.integers import integer
 
 Array = npt.NDArray[np.generic]
 Index = npt.NDArray[np.int32]
@@ -86,11 +87,9 @@ class Placement:
         Raises ValueError if there is no device at a position, or a position occurs twice.
         """
         for position, device in enumerate(devices):
-            _check_integer(f"devices[{position}]", device)
-        chosen = set(devices)
-        if len(chosen) < len(devices) or not chosen <= set(range(len(self.users))):
-            expected = f"expected different ones in [0, {len(self.users)})"
-            raise ValueError(f"devices are {list(devices)}, {expected}")
+            integer(f"devices[{position}]", device, 0, len(self.users) - 1)
+        if len(set(devices)) < len(devices):
+            raise ValueError(f"devices are {list(devices)}, expected different ones")
         rows = np.asarray(devices, np.intp)
         return dataclasses.replace(
             self,
@@ -210,26 +209,15 @@ def _check(
     if index.size and not np.issubdtype(index.dtype, np.integer):
         raise ValueError(f"cand_to_user has dtype {index.dtype}, expected integers")
     # The placement names users, and counts rows, in int32.
-    _check_integer("num_users", num_users, 0, np.iinfo(np.int32).max)
-    _check_integer("num_devices", num_devices, 1, MOST_DEVICES)
+    integer("num_users", num_users, 0, np.iinfo(np.int32).max)
+    integer("num_devices", num_devices, 1, MOST_DEVICES)
     for name, value in (("multiple_of", multiple_of), ("users_multiple_of", users_multiple_of)):
-        _check_integer(name, value, 1, MOST_ROWS // num_devices)
+        integer(name, value, 1, MOST_ROWS // num_devices)
     wrong = np.flatnonzero((index < 0) | (index >= num_users))  # type: ignore[operator]
     if wrong.size:
         raise ValueError(
             f"cand_to_user[{wrong[0]}] is {index[wrong[0]]} but num_users is {num_users}"
         )
-
-
-def _check_integer(
-    name: str, value: object, least: float = -math.inf, most: float = math.inf
-) -> None:
-    if not isinstance(value, (int, np.integer)) or isinstance(value, bool):
-        raise ValueError(f"{name} is {value!r}, expected an integer")
-    if value < least:
-        raise ValueError(f"{name} is {value}, expected at least {least}")
-    if value > most:
-        raise ValueError(f"{name} is {value}, expected at most {most}")
 
 
 def _frozen(array: Index) -> Index:

@@ -74,7 +74,7 @@ print(ikbo.explain(fast, params, *request))
 # %%
 report = ikbo.explain(fast, params, *request).notes[0]
 print(len(report.broadcasts), "broadcasts,", len(report.materialised), "copies left")
-print(f"{report.flops_saved / 1e6:.3f} MFLOP saved")
+print(f"{report.bytes_saved / 1e6:.1f} MB saved")
 
 # %% [markdown]
 # ## What the compiler says

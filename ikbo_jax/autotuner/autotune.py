@@ -357,10 +357,6 @@ class Contest:
         rate = 2 * size**3 / matmul_ms
         fraction = case_of(self._problem).useful_flops / ms / rate
         today = datetime.datetime.now(datetime.UTC).date().isoformat()
-        numbers = (_digits(x) for x in (ms, fraction, xla_ms))
+        # Fixed decimals would round small fractions to 0.
+        numbers = (float(f"{x:.5g}") for x in (ms, fraction, xla_ms))
         return table_rows.Row(self._problem, config, self._device, today, self._jax, *numbers)
-
-
-def _digits(value: float) -> float:
-    """Rounds to five significant digits; fixed decimals would round small fractions to 0."""
-    return float(f"{value:.5g}")

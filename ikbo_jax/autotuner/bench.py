@@ -122,20 +122,22 @@ def lower(problem: Problem, config: Config, num_sms: int) -> jax.export.Exported
     return dataclasses.replace(exported, _get_vjp=None)
 
 
-@contextlib.contextmanager
-def _lowering_processes(number: int) -> Iterator[concurrent.futures.Executor]:
-    """Starts processes that see no GPU: each reads JAX_PLATFORMS when it imports JAX."""
-    before = os.environ.get("JAX_PLATFORMS")
-    os.environ["JAX_PLATFORMS"] = "cpu"
-    try:
-        context = multiprocessing.get_context("spawn")
-        with concurrent.futures.ProcessPoolExecutor(number, mp_context=context) as processes:
-            yield processes
-    finally:
-        if before is None:
-            del os.environ["JAX_PLATFORMS"]
-        else:
-            os.environ["JAX_PLATFORMS"] = before
+def _see_no_gpu() -> None:
+    jax.config.update("jax_platforms", "cpu")
+
+
+def _lowering_processes(number: int) -> concurrent.futures.Executor:
+    """Makes processes that see no GPU."""
+    context = multiprocessing.get_context("spawn")
+    return concurrent.futures.ProcessPoolExecutor(number, context, _see_no_gpu)
+
+
+@functools.cache
+def _matmul(size: int) -> tuple[Any, jax.Array]:
+    """Compiles the reference matmul; returns it, and both its operands."""
+    square = jax.random.normal(jax.random.key(1), (size, size), jnp.bfloat16)
+    options = programs.NETWORK_ON_GPU if jax.default_backend() == "gpu" else {}
+    return jax.jit(jnp.matmul).lower(square, square).compile(compiler_options=options), square
 
 
 class Bench:
@@ -156,8 +158,6 @@ class Bench:
         self._checked: dict[Contender, dict[str, float]] = {}
         self._failures: dict[Contender, str] = {}
         self._is_short: bool | None = None
-        self._matmuls: dict[int, Any] = {}
-        self._squares: dict[int, jax.Array] = {}
 
     @functools.cached_property
     def _inputs(self) -> Any:
@@ -221,7 +221,7 @@ class Bench:
         samples: dict[Contender, list[float]] = {contender: [] for contender in task.contenders}
         matmul_ms: list[float] = []
         for _ in range(task.windows):
-            matmul, square = self._matmul(task.matmul_size)
+            matmul, square = _matmul(task.matmul_size)
             matmul_ms += _timing.sustained_ms(
                 matmul, square, square, window_s=task.window_s, windows=1
             )
@@ -271,20 +271,7 @@ class Bench:
     def _compile_tuned(self, with_xla: bool) -> None:
         if with_xla and None in self.contenders:
             self._compile(None, None)
-        self._compile_matmul(Task.matmul_size)
-
-    def _compile_matmul(self, size: int) -> None:
-        square = jax.ShapeDtypeStruct((size, size), jnp.bfloat16)
-        options = programs.NETWORK_ON_GPU if jax.default_backend() == "gpu" else {}
-        lowered = jax.jit(jnp.matmul).lower(square, square)
-        self._matmuls[size] = lowered.compile(compiler_options=options)
-
-    def _matmul(self, size: int) -> tuple[Any, jax.Array]:
-        if size not in self._matmuls:
-            self._compile_matmul(size)
-        if size not in self._squares:
-            self._squares[size] = jax.random.normal(jax.random.key(1), (size, size), jnp.bfloat16)
-        return self._matmuls[size], self._squares[size]
+        _matmul(Task.matmul_size)
 
     def _compile(
         self, contender: Contender, lowered: concurrent.futures.Future[Any] | None

@@ -24,6 +24,10 @@ class _Layer(linen.Module, kw_only=True):
     kernel_init: Callable[..., Any] = nnx.default_kernel_init
     precision: str | jax.lax.Precision | None = None
 
+    def __init_subclass__(cls: Any, **options: Any) -> None:
+        cls.__call__ = cls.__call__  # Linen wraps the methods of the class itself alone.
+        super().__init_subclass__(**options)
+
     @linen.compact
     def _parameters(self: Any, *arrays: jax.Array) -> dict[str, jax.Array]:
         pairs = zip(self.widths, arrays[: len(self.widths)], strict=True)
@@ -40,16 +44,12 @@ class LinearCompression(calls.LinearCompression, _Layer):
     cand_rows: int | None = None
     features: int | None = None
 
-    __call__ = calls.LinearCompression.__call__
-
 
 class LookUp(calls.LookUp, _Layer):
     """`nnx.LookUp` for Linen; attributes are its arguments, and both sizes are required."""
 
     num_rows: int | None = None
     features: int | None = None
-
-    __call__ = calls.LookUp.__call__
 
 
 class CandidateAttention(calls.CandidateAttention, _Layer):
@@ -61,8 +61,6 @@ class CandidateAttention(calls.CandidateAttention, _Layer):
     head_dim: int | None = None
     out_features: int | None = None
 
-    __call__ = calls.CandidateAttention.__call__
-
 
 class PMA(calls.PMA, _Layer):
     """Implements `nnx.PMA` for Linen; requires `num_seeds`, `num_heads` and `head_dim`."""
@@ -73,8 +71,6 @@ class PMA(calls.PMA, _Layer):
     head_dim: int | None = None
     out_features: int | None = None
 
-    __call__ = calls.PMA.__call__
-
 
 class PFFN(calls.PFFN, _Layer):
     """Implements `nnx.PFFN` for Linen; requires `num_heads` and `head_dim`."""
@@ -84,8 +80,6 @@ class PFFN(calls.PFFN, _Layer):
     num_heads: int | None = None
     head_dim: int | None = None
 
-    __call__ = calls.PFFN.__call__
-
 
 class HSTU(calls.HSTU, _Layer):
     """Implements `nnx.HSTU` for Linen; requires `num_heads` and `attention_dim`."""
@@ -94,8 +88,6 @@ class HSTU(calls.HSTU, _Layer):
     num_heads: int | None = None
     attention_dim: int | None = None
     hidden_dim: int | None = None
-
-    __call__ = calls.HSTU.__call__
 
 
 def _size(module: Any, width: calls.Width, array: jax.Array) -> int:

@@ -129,15 +129,10 @@ jax.export.register_namedtuple_serialization(
 
 
 def candidate_counts(sizes: Sizes, seed: int = 0) -> np.ndarray:
-    """Draws every user's number of candidates; see `random_counts`."""
-    return random_counts(sizes.users, sizes.candidates, seed)
-
-
-def random_counts(users: int, candidates: int, seed: int) -> np.ndarray:
     """Draws every user's number of candidates, [U] int64: near B / U, sums to B, may be 0."""
     rng = np.random.default_rng(seed)
-    popularity = rng.uniform(0.5, 1.5, users)
-    return rng.multinomial(candidates, popularity / popularity.sum())
+    popularity = rng.uniform(0.5, 1.5, sizes.users)
+    return rng.multinomial(sizes.candidates, popularity / popularity.sum())
 
 
 def make_request(sizes: Sizes, seed: int = 0) -> Request:

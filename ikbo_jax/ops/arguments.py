@@ -97,8 +97,11 @@ def check_function(caller: str, fn: Any) -> None:
         )
 
 
-def check_array(name: str, array: object, axes: str) -> None:
-    """Raises ValueError unless `array` has the rank of `axes`, e.g. "[M, K]", and a known dtype."""
+def check_array(name: str, array: object, axes: str, like: tuple[str, Any] | None = None) -> None:
+    """Raises ValueError unless `array` has the rank of `axes`, e.g. "[M, K]", and a known dtype.
+
+    The dtype must be that of `like`, another array and its name, if given.
+    """
     shape, dtype = getattr(array, "shape", None), getattr(array, "dtype", None)
     # A `PaddedWeight` has a shape and a dtype, but no values to index.
     if shape is None or dtype is None or not hasattr(array, "__getitem__"):
@@ -107,6 +110,8 @@ def check_array(name: str, array: object, axes: str) -> None:
         raise ValueError(f"{name} must have shape {axes}, but has shape {shape}")
     if str(dtype) not in DTYPES:
         raise ValueError(f"{name} must be {', '.join(DTYPES[:-1])} or {DTYPES[-1]}, but is {dtype}")
+    if like is not None and dtype != like[1].dtype:
+        raise ValueError(f"{like[0]} is {like[1].dtype} but {name} is {dtype}")
 
 
 def check_sizes(a_name: str, a: Any, b_name: str, b: Any, axes: Iterable[str]) -> None:
@@ -130,9 +135,7 @@ def check_attention(
     names = kv_axes.split()
     check_array("query", query, f"[{', '.join(axes.split())}]")
     for name, array in (("key", key), ("value", value)):
-        check_array(name, array, f"[{', '.join(names)}]")
-        if array.dtype != query.dtype:
-            raise ValueError(f"query is {query.dtype} but {name} is {array.dtype}")
+        check_array(name, array, f"[{', '.join(names)}]", ("query", query))
     check_sizes("key", key, "value", value, names)
     check_sizes("query", query, "key", key, " " * (len(names) - 1) + "H")
     (*_, q_heads, width), (*_, kv_heads, _) = query.shape, key.shape

@@ -239,9 +239,7 @@ def merge_attention(
     """
     arguments.check_runnable("merge_attention", (out1, lse1, out2, lse2))
     for name, out in (("out1", out1), ("out2", out2)):
-        arguments.check_array(name, out, "[B, T, N, H]")
-    if out1.dtype != out2.dtype:
-        raise ValueError(f"out1 is {out1.dtype} but out2 is {out2.dtype}")
+        arguments.check_array(name, out, "[B, T, N, H]", ("out1", out1))
     if out1.shape != out2.shape:
         raise ValueError(f"out1 has shape {out1.shape} but out2 has shape {out2.shape}")
     for name, lse in (("lse1", lse1), ("lse2", lse2)):

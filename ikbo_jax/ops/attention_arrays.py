@@ -145,9 +145,7 @@ def check_self_tokens(
     if self_key is None or self_value is None:
         return
     for name, array in (("self_key", self_key), ("self_value", self_value)):
-        arguments.check_array(name, array, "[B, T_self, K, H]")
-        if array.dtype != query.dtype:
-            raise ValueError(f"query is {query.dtype} but {name} is {array.dtype}")
+        arguments.check_array(name, array, "[B, T_self, K, H]", ("query", query))
         arguments.check_sizes("query", query, name, array, "B  H")
         arguments.check_sizes("key", key, name, array, "  K ")
     arguments.check_sizes("self_key", self_key, "self_value", self_value, (" ", "T_self", " ", " "))

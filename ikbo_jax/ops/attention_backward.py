@@ -61,11 +61,8 @@ def _pull_back(call: AttentionCall, operands: Operands, cotangents: Gradients) -
     arrays = operands.arrays
 
     def run(floats: Any, *rest: Any) -> Gradients:
-        query, key, value, *own = floats
-        self_key, self_value = own or (None, None)
-        of_floats = arrays._replace(
-            query=query, key=key, value=value, self_key=self_key, self_value=self_value
-        )
+        names = ("query", "key", "value", "self_key", "self_value")  # own tokens may be missing
+        of_floats = arrays._replace(**dict(zip(names, floats, strict=False)))
         _, _, d_out, d_lse = rest
         return by_xla(call, of_floats, d_out, d_lse)
 

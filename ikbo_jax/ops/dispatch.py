@@ -329,15 +329,10 @@ def record(result: jax.Array, plan: Plan) -> jax.Array:
 
 def record_nothing(result: jax.Array, plan: Plan) -> jax.Array:
     """Records a call whose result the sizes alone decide: it is empty, or there are no keys."""
-    nothing = dataclasses.replace(
-        plan,
-        implementation="xla",
-        config=None,
-        reason="nothing runs: the result is empty, or zeros for want of keys",
-        backward="nothing runs",
-        backward_config=None,
-        cuda=None,
-        target=None,
-        refusal="",
+    reason = "nothing runs: the result is empty, or zeros for want of keys"
+    nothing = Plan(
+        *(plan.op, plan.problem, plan.sizes, "xla", None, reason, "nothing runs"),
+        division=plan.division,
+        origin=plan.origin,
     )
     return record(result, nothing)

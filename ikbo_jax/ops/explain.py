@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -120,9 +120,9 @@ def explain(
 
 def _by_xla(fn: Callable[..., Any], call: Any, arrays: list[Any]) -> str:
     """Compiles a function, and the original if it is rewritten; says what XLA counts of each."""
-    text, original = _counted_by_xla(call, arrays), _original(fn)
+    text, original = str(counted_by_xla(call, arrays)), _original(fn)
     if original is not None:
-        of_original = _counted_by_xla(functools.partial(call, fn=original), arrays)
+        of_original = counted_by_xla(functools.partial(call, fn=original), arrays)
         text = f"{text}; of the original {of_original}"
     return f"compiled, XLA counts {text}"
 
@@ -135,9 +135,20 @@ def _original(fn: Any) -> Any:
     return fn.__wrapped__ if getattr(fn, "_ikbo_rewritten", None) == id(fn) else None
 
 
-def _counted_by_xla(call: Any, arrays: list[Any]) -> str:
-    counts = jax.jit(call).lower(arrays).compile().cost_analysis() or {}
-    return f"{counts.get('flops', 0):.4g} FLOP, {counts.get('bytes accessed', 0):.4g} bytes"
+class Counts(NamedTuple):
+    """Holds the FLOPs and the bytes that XLA counts of a compiled function."""
+
+    flops: int
+    nbytes: int
+
+    def __str__(self) -> str:
+        return f"{self.flops:.4g} FLOP, {self.nbytes:.4g} bytes"
+
+
+def counted_by_xla(fn: Callable[..., Any], *args: Any) -> Counts:
+    """Compiles a function for the default device, and returns what XLA counts."""
+    counts = jax.jit(fn).lower(*args).compile().cost_analysis() or {}
+    return Counts(*[int(counts.get(name, 0)) for name in ("flops", "bytes accessed")])
 
 
 def split(tree: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:

@@ -111,9 +111,7 @@ def _check(arrays: GatedLinear, concat: bool, by_head: bool) -> int:
     optional = [x for x in (("u", u, axes), *rest) if x[1] is not None]
     needed = ("a", a, axes), ("weight", weight, "[3 · C, F]" if concat else "[C, F]")
     for name, array, wanted in (*needed, *optional):
-        arguments.check_array(name, array, wanted)
-        if array.dtype != a.dtype:
-            raise ValueError(f"a is {a.dtype} but {name} is {array.dtype}")
+        arguments.check_array(name, array, wanted, ("a", a))
     if u is None and concat:
         raise ValueError("concat needs u, but u is None")
     if u is not None and u.shape != a.shape:

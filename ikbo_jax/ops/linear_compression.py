@@ -274,23 +274,18 @@ def _compress(
 
 def _check(terms: tuple[Term, ...], names: tuple[_Names, ...]) -> None:
     """Raises ValueError, quoting both conflicting values, unless the terms agree."""
+    (first, *_), (first_name, *_) = terms, names
+    like = first_name.weight, first.weight
     for term, name in zip(terms, names, strict=True):
         weight = term.weight
         matrix = weight.rows if isinstance(weight, PaddedWeight) else weight
-        arguments.check_array(name.weight, matrix, f"[M, {name.k}]")
+        arguments.check_array(name.weight, matrix, f"[M, {name.k}]", like)
         if isinstance(weight, PaddedWeight):
             k = integer(f"k of {name.weight}", weight.k)
             if matrix.shape[1] < k:
                 raise ValueError(f"{name.weight} has K={k} but rows of shape {matrix.shape}")
-        arguments.check_array(name.embedding, term.embedding, f"[{name.batch}, {name.k}, N]")
-    (first, *_), (first_name, *_) = terms, names
+        arguments.check_array(name.embedding, term.embedding, f"[{name.batch}, {name.k}, N]", like)
     for term, name in zip(terms, names, strict=True):
-        for part in ("weight", "embedding"):
-            array, array_name = getattr(term, part), getattr(name, part)
-            if array.dtype != first.weight.dtype:
-                raise ValueError(
-                    f"{first_name.weight} is {first.weight.dtype} but {array_name} is {array.dtype}"
-                )
         (m, k), (_, k_embedding, n) = term.weight.shape, term.embedding.shape
         for size, a_name, a, b_name, b in (
             ("K", name.weight, k, name.embedding, k_embedding),

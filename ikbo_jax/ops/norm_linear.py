@@ -138,11 +138,9 @@ def _check(arrays: NormLinear, activations: tuple[Any, ...]) -> None:
         check_vector(name, vector, (features,), f"x has F={features}")
     for g, (weight, bias, activation) in enumerate(zip(weights, biases, activations, strict=True)):
         name, rank = f"weights[{g}]", len(getattr(weight, "shape", ()))
-        arguments.check_array(name, weight, "[F, columns]" if rank == 2 else "[F, N, H]")
+        arguments.check_array(name, weight, "[F, columns]" if rank == 2 else "[F, N, H]", ("x", x))
         if weight.shape[0] != features:
             raise ValueError(f"x has F={features} but {name} has F={weight.shape[0]}")
-        if weight.dtype != x.dtype:
-            raise ValueError(f"x is {x.dtype} but {name} is {weight.dtype}")
         if 0 in weight.shape:
             raise ValueError(f"{name} must have no size of 0, but has shape {weight.shape}")
         of = f"{name} has shape {weight.shape}"

@@ -219,12 +219,10 @@ class AttentionProblem(AttentionSizes):
                 blocks, rings = [32, *blocks], [(3, 3, 2), *rings]
         elif self.head_dim == 64:
             rings.insert(0, (4, 4, 2))  # the fastest of 4,096 keys on an H200
-        for block_kv in blocks:
-            for ring in rings:
-                for switches in self._switches():
-                    config = AttentionConfig(block_kv, *ring, **switches)
-                    if config.illegal_reason(self) is None:
-                        yield config
+        for block_kv, ring, switches in itertools.product(blocks, rings, self._switches()):
+            config = AttentionConfig(block_kv, *ring, **switches)
+            if config.illegal_reason(self) is None:
+                yield config
 
     def _switches(self) -> list[dict[str, bool]]:
         """Lists further parameters worth timing, the most promising first."""

@@ -205,10 +205,9 @@ class AttentionBackwardConfig(Config):
         yield hopper.why_not_block("block_q", self.block_q, MAX_BLOCK_Q[width], width, operands)
         if getattr(problem, "has_logit_cap", False):
             yield self._why_not_capped(problem)
-        yield hopper.why_too_few(self, stages=2)
+        yield hopper.why_too_few(self, stages=2, splits=1)
         if self.kv_slots not in (1, 2):
             yield f"kv_slots must be 1 or 2, but is {self.kv_slots}"
-        yield hopper.why_too_few(self, splits=1)
         if self.d_query not in D_QUERY:
             yield f"d_query must be one of {', '.join(D_QUERY)}, but is {self.d_query}"
         if not self.stores_d_scores and width > MAX_BOTH_SUMS:

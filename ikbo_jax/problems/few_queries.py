@@ -358,12 +358,7 @@ class FewQueriesConfig(Config):
             )
         if self.tile_rows not in (WGMMA_M, TILE_ROWS):
             yield f"tile_rows must be {WGMMA_M} or {TILE_ROWS}, but is {self.tile_rows}"
-        yield hopper.why_too_few(self, splits=1)
-        if min(self.k_stages, self.v_stages) < 2 or self.q_slots < 1:
-            yield (
-                "k_stages and v_stages must be at least 2, and q_slots at least 1, "
-                f"but are {self.k_stages}, {self.v_stages} and {self.q_slots}"
-            )
+        yield hopper.why_too_few(self, splits=1, k_stages=2, v_stages=2, q_slots=1)
         yield hopper.why_not_smem(self, self.smem_bytes(problem.head_dim), problem.head_dim)
 
     def _why_not_ranges(self, problem: Any) -> str | None:

@@ -60,11 +60,7 @@ class FlashConfig(Config):
     def why_not_tiles(self, problem: Any, max_block_kv: Mapping[int, int]) -> Iterator[str | None]:
         """Checks dtype, head width, block and rings; `max_block_kv` is by head width."""
         yield why_not_operands(problem, self.block_kv, max_block_kv)
-        if min(self.k_stages, self.v_stages) < 2:
-            yield (
-                "k_stages and v_stages must be at least 2, "
-                f"but are {self.k_stages} and {self.v_stages}"
-            )
+        yield hopper.why_too_few(self, k_stages=2, v_stages=2)
         if self.q_slots not in (1, 2, 3):
             yield f"q_slots must be 1, 2 or 3, but is {self.q_slots}"
 

@@ -64,19 +64,7 @@ class LinearCompressionConfig(Config):
                 f"block_m must be a multiple of 16 from 16 to {MAX_BLOCK_M}, so that accumulators "
                 f"and a finished tile fit the registers, but is {self.block_m}"
             )
-        if self.epilogue_rows < 8 or self.epilogue_rows % 8 or self.block_m % self.epilogue_rows:
-            yield (
-                f"epilogue_rows must be a multiple of 8 that divides block_m={self.block_m}, "
-                f"but is {self.epilogue_rows}"
-            )
-        if (self.block_m // self.epilogue_rows) % STAGING_SLOTS:
-            yield (
-                f"block_m / epilogue_rows must be a multiple of {STAGING_SLOTS}, so that every "
-                f"tile starts with the staging buffer whose store was issued first, but is "
-                f"{self.block_m} / {self.epilogue_rows}"
-            )
-        yield packed_compression.why_not_stages(self)
-        yield hopper.why_not_smem(self, packed_compression.smem_bytes(self))
+        yield packed_compression.why_not_stages(self, self.block_m, self.block_m)
 
 
 @dataclasses.dataclass(frozen=True)

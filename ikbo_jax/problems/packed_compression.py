@@ -56,11 +56,26 @@ def smem_bytes(config: Any) -> int:
 
 
 @hopper.first_reason
-def why_not_stages(config: Any) -> Iterator[str | None]:
-    """Checks the ring and the cluster of such a kernel."""
+def why_not_stages(config: Any, of_one: int, rows: int) -> Iterator[str | None]:
+    """Checks stores, ring and cluster of such a kernel, and its shared memory.
+
+    `of_one`: compressed rows of a consumer; `rows`: of all its accumulators.
+    """
+    if config.epilogue_rows < 8 or config.epilogue_rows % 8 or of_one % config.epilogue_rows:
+        yield (
+            f"epilogue_rows must be a multiple of 8 that divides a consumer's {of_one} rows of "
+            f"block_m={config.block_m}, but is {config.epilogue_rows}"
+        )
+    if (rows // config.epilogue_rows) % STAGING_SLOTS:
+        yield (
+            f"a tile must have a multiple of {STAGING_SLOTS} stores, so that every tile starts "
+            f"with the staging buffer whose store was issued first, but has "
+            f"{rows // config.epilogue_rows}"
+        )
     yield hopper.why_too_few(config, num_stages=2)
     if config.cluster not in (1, 2):
         yield f"cluster must be 1 or 2, but is {config.cluster}"
+    yield hopper.why_not_smem(config, smem_bytes(config))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,20 +139,7 @@ class PackedCompressionConfig(Config):
                 f"registers, but block_m is {self.block_m} and block_n is {self.block_n}, which "
                 f"gives {rows} rows"
             )
-        of_one = self.consumer_rows
-        if self.epilogue_rows < 8 or self.epilogue_rows % 8 or of_one % self.epilogue_rows:
-            yield (
-                f"epilogue_rows must be a multiple of 8 that divides a consumer's {of_one} rows "
-                f"of block_m={self.block_m}, but is {self.epilogue_rows}"
-            )
-        if (rows // self.epilogue_rows) % STAGING_SLOTS:
-            yield (
-                f"a tile must have a multiple of {STAGING_SLOTS} stores, so that every tile starts "
-                f"with the staging buffer whose store was issued first, but has "
-                f"{rows // self.epilogue_rows}"
-            )
-        yield why_not_stages(self)
-        yield hopper.why_not_smem(self, smem_bytes(self))
+        yield why_not_stages(self, self.consumer_rows, rows)
 
 
 @hopper.first_reason

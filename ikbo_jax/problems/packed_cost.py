@@ -63,13 +63,13 @@ def ranked_configs(problem: Any) -> list[Ranked]:
     """Estimates the legal configurations worth timing, the most promising first."""
     if why_not_served(problem):
         return []
-    configs = (*_wide(problem), *_narrow(problem))
-    ways = (Ranked(estimated_us(problem, config), config) for config in configs)
+    configs = (_deepest(problem, x) for x in (*_wide(problem), *_narrow(problem)))
+    ways = (Ranked(estimated_us(problem, x), x) for x in configs if x is not None)
     return sorted(ways, key=lambda way: cast(float, way.us))
 
 
 def _wide(problem: Any) -> Iterator[PackedCompressionConfig]:
-    """Yields configurations whose consumers have columns of their own."""
+    """Yields tiles whose consumers have columns of their own."""
     for block_n in (128, 256, 384, 512, 768, 1024):
         most = MAX_ROWS // (block_n // TILE_ROWS) // 16 * 16
         columns = problem.batches[-1] * problem.n
@@ -84,23 +84,17 @@ def _wide(problem: Any) -> Iterator[PackedCompressionConfig]:
         is_spilled = problem.n > block_width(problem.n) == GRANULE
         for block_m in block_ms:
             for cluster in (1,) if is_spilled and block_n > TILE_ROWS else (1, 2):
-                config = _deepest(
-                    problem, PackedCompressionConfig(block_n, block_m, cluster=cluster)
-                )
-                if config is not None:
-                    yield config
+                yield PackedCompressionConfig(block_n, block_m, cluster=cluster)
 
 
 def _narrow(problem: Any) -> Iterator[PackedCompressionConfig]:
-    """Yields configurations whose consumers share 64 columns, for problems that leave SMs idle."""
+    """Yields tiles whose consumers share 64 columns, for problems that leave SMs idle."""
     tiles = -(-problem.batches[-1] * problem.n // WGMMA_M)
     multiple = row_parts(WGMMA_M) * GRANULE
     counts = range(1, NUM_SMS // max(tiles, 1) + 1)
     for block_m in sorted({-(-problem.m // (multiple * count)) * multiple for count in counts}):
         for cluster in (1, 2):
-            config = _deepest(problem, PackedCompressionConfig(WGMMA_M, block_m, cluster=cluster))
-            if config is not None:
-                yield config
+            yield PackedCompressionConfig(WGMMA_M, block_m, cluster=cluster)
 
 
 def _deepest(problem: Any, config: PackedCompressionConfig) -> PackedCompressionConfig | None:

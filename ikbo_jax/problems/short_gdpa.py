@@ -155,8 +155,7 @@ class ShortGdpaConfig(Config):
         yield flash.why_not_operands(problem, self.block_kv, MAX_BLOCK_KV)
         if self.tile_rows not in TILE_ROWS:
             yield f"tile_rows must be 16, 32 or 64, but is {self.tile_rows}"
-        if self.slots < 2 or self.ctas < 1:
-            yield f"slots must be at least 2 and ctas 1, but are {self.slots} and {self.ctas}"
+        yield hopper.why_too_few(self, slots=2, ctas=1)
         yield problem.why_not_softmax
         if self.finds_tiles and problem.batch != problem.batch_kv:
             yield (

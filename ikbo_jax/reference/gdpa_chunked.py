@@ -217,11 +217,6 @@ def product(axes: str, a: jax.Array, b: jax.Array) -> jax.Array:
     return jnp.einsum(axes, a.astype(b.dtype), b, preferred_element_type=jnp.float32)
 
 
-def capped_products(products: jax.Array, settings: Settings) -> tuple[jax.Array, float]:
-    """Returns products of queries and keys, and their scale; capped scores and 1 with a cap."""
-    return soft_capped(products, settings.scale, settings.logit_cap)
-
-
 def key_tiles(tilings: Tilings, q: jagged.Tiles) -> tuple[jax.Array, jax.Array]:
     """Finds (first, number) of the tiles of keys that the rows of each tile of queries may see."""
     if tilings.visible is not None:
@@ -269,7 +264,8 @@ def _weights(
     folded_products: jax.Array, mask: jax.Array, settings: Settings, state: Softmax
 ) -> tuple[jax.Array, Softmax]:
     """Computes one step's weights [tiles, N, rows, keys]; rescales the sums to its maxima."""
-    products, scale = capped_products(unfold(folded_products, len(settings.activations)), settings)
+    products = unfold(folded_products, len(settings.activations))
+    products, scale = soft_capped(products, settings.scale, settings.logit_cap)
     scores = products * jnp.float32(scale)
     exponentials = scores
     if SOFTMAX in settings.activations:

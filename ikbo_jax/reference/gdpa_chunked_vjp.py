@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from ikbo_jax.reference import gdpa_chunked, jagged
 from ikbo_jax.reference.activations import SOFTMAX, elementwise
-from ikbo_jax.reference.attention import Softmax, directed, soft_cap_slope
+from ikbo_jax.reference.attention import Softmax, directed, soft_cap_slope, soft_capped
 from ikbo_jax.reference.gdpa import Arrays, Settings, out_shape
 
 
@@ -105,7 +105,7 @@ class _GradientSteps(NamedTuple):
         def add_sums(index: jax.Array, state: Softmax) -> Softmax:
             keys, values, mask = keys_at(index)
             products, d_weights = _products(rows, keys, values, settings)
-            products, scale = gdpa_chunked.capped_products(products, settings)
+            products, scale = soft_capped(products, settings.scale, settings.logit_cap)
             masked = jnp.where(mask, directed(products, scale), -jnp.inf)
             return state.plus_gradients(masked, d_weights, scale)
 
@@ -177,7 +177,7 @@ def _pull_back(
 ) -> tuple[jax.Array, jax.Array]:
     """Computes weights, and gradients of scores divided by both scales, folded."""
     products, d_weights = _products(rows, keys, values, settings)
-    products, scale = gdpa_chunked.capped_products(products, settings)
+    products, scale = soft_capped(products, settings.scale, settings.logit_cap)
     scores = products * jnp.float32(scale)
     weights, d_scores = [], []
     for name, heads in gdpa_chunked.heads_by_activation(settings):

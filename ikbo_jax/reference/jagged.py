@@ -70,7 +70,7 @@ def bounds(
     return offsets[:-1], length
 
 
-def most_tiles(batch: int, total: int, size: int, max_seqlen: int | None) -> int:
+def most_tiles(batch: int, total: int, size: int, max_seqlen: int | None = None) -> int:
     """Bounds the tiles of any offsets: each sequence's last tile may have one row."""
     if not (isinstance(batch, int) and isinstance(total, int)):  # symbolic: a bound without min
         whole = total // size if max_seqlen is None else batch * (max_seqlen // size)

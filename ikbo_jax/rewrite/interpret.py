@@ -274,6 +274,10 @@ class Context:
                 self._outermost.looked_up(eqn, "removed", "")
             else:
                 self._outermost.looked_up(eqn, "kept", why_kept(eqn))
+        if self.programs.looks_up_alone:
+            # Not of ids, by which each user's rows of a table are looked up once.
+            is_id = [not is_plain(x) and x.dtype.kind in "iub" for x in results]
+            results = [x if kept else self.build(x) for x, kept in zip(results, is_id, strict=True)]
         return results
 
     def muted(self) -> contextlib.AbstractContextManager[None]:

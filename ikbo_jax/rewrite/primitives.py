@@ -107,7 +107,7 @@ MERGED: dict[str, Rule] = RESHAPED | {"sharding_constraint": row_rules.sharding_
 SPLIT: dict[str, Rule] = RESHAPED | {
     **dict.fromkeys(row_rules.IN_ROWS, reshaped_rules.in_rows),
     **dict.fromkeys(("optimization_barrier", "rev", "sort", "split"), reshaped_rules.in_place),
-    "dynamic_slice": reshaped_rules.dynamic_slice,
+    **dict.fromkeys(("dynamic_slice", "dynamic_update_slice"), reshaped_rules.dynamic_slice),
     "pad": reshaped_rules.dimension_wise,
     **dict.fromkeys(SCATTERS, reshaped_lookups.scatter),
     "slice": reshaped_rules.slice_,

@@ -31,6 +31,7 @@ from ikbo_jax.serving.programs import (
     compiled,
     device_of,
     score_spec,
+    scored,
     unflatten,
     with_rows,
 )
@@ -219,11 +220,7 @@ class HistoryScorer(BatchScorer):
             table, lengths, cand_to_user, *candidates = inputs.unpacked(packed)
             none = jnp.zeros(0, jnp.int32)
             history = History(unflatten(row, pool), table, lengths, none, none)
-            scores = model.score(
-                *(unflatten(specs.weights, weights), history),
-                *(unflatten(specs.candidate, candidates), cand_to_user),
-            )
-            return checked(scores, specs.score, len(cand_to_user), "score")[0]
+            return scored(model, specs, weights, history, candidates, cand_to_user)
 
         arguments = jax.tree.leaves(specs.weights), jax.tree.leaves(self._pages)
         self._append, self._score = compiled(

@@ -277,7 +277,7 @@ class Programs:
         at, cand_to_user, *candidates = inputs.unpacked(packed)
         states = self._state.unpack([all.at[at].get(mode="clip") for all in pool])
         state = unflatten(self._specs.state, states)
-        return self._scored(weights, state, candidates, cand_to_user)
+        return scored(self._model, self._specs, weights, state, candidates, cand_to_user)
 
     def _encode_and_score(
         self, inputs: Packing, weights: list[Any], packed: list[Any]
@@ -286,7 +286,8 @@ class Programs:
         cand_to_user, *features = inputs.unpacked(packed)
         split = len(jax.tree.leaves(self._specs.user))
         state = self._encoded(weights, features[:split])
-        return self._scored(weights, state, features[split:], cand_to_user)
+        candidates = features[split:]
+        return scored(self._model, self._specs, weights, state, candidates, cand_to_user)
 
     def _encoded(self, weights: list[Any], features: list[Any]) -> Tree:
         specs = self._specs
@@ -294,15 +295,15 @@ class Programs:
             unflatten(specs.weights, weights), unflatten(specs.user, features)
         )
 
-    def _scored(
-        self, weights: list[Any], state: Tree, candidates: list[Any], cand_to_user: jax.Array
-    ) -> jax.Array:
-        specs = self._specs
-        scores = self._model.score(
-            *(unflatten(specs.weights, weights), state),
-            *(unflatten(specs.candidate, candidates), cand_to_user),
-        )
-        return checked(scores, specs.score, len(cand_to_user), "score")[0]
+
+def scored(
+    model: Any, specs: Specs, weights: list[Any], state: Tree, candidates: list[Any], index: Any
+) -> jax.Array:
+    """Scores by `model.score` what it reads of users, and candidates with their users' rows."""
+    scores = model.score(
+        *(unflatten(specs.weights, weights), state, unflatten(specs.candidate, candidates), index)
+    )
+    return checked(scores, specs.score, len(index), "score")[0]
 
 
 def checked(result: Tree, spec: Tree, rows: int, name: str) -> list[jax.Array]:

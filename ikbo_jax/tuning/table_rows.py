@@ -14,18 +14,6 @@ from ikbo_jax.problems import PROBLEMS, Problem
 
 #: Version of the file format; a file with another schema is not read.
 SCHEMA = 1
-#: Parameters of configurations that no longer exist, with the value that rows of older versions may
-#: hold of them: the behaviour that remained.
-REMOVED = {
-    "early_scores": False,
-    "adds_by_launch": True,
-    "stagger": False,
-    "tall": False,
-    "chunk": 32,
-    "coarse_rows": 48,
-    "sum_stages": 12,
-}
-
 #: Fields of problems that rows lack: rows are of candidates sorted by user, and of calls without
 #: masks, ranges, caps or pages.
 NOT_IN_ROWS = ("is_sorted", "mask", "has_ranges", "has_logit_cap", "page", "has_bias")
@@ -132,8 +120,6 @@ def config_from_json(entry: object, op: object = "linear_compression") -> Any:
     if fields == {"implementation": "xla"}:
         return None
     config_type: Any = kind.config_type_of(fields)
-    known = {x.name for x in dataclasses.fields(config_type)}
-    fields = {x: y for x, y in fields.items() if x in known or (x, y) not in REMOVED.items()}
     return _read_fields(fields, config_type, "config")
 
 

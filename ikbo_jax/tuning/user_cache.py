@@ -5,6 +5,7 @@
 
 import contextlib
 import functools
+import itertools
 import json
 import os
 import pathlib
@@ -186,16 +187,10 @@ def _rows_to_keep(path: pathlib.Path) -> tuple[Row, ...]:
     except FileNotFoundError:
         return ()
     except (ValueError, RecursionError):
-        number = 0
-        while (aside := _aside(path, number)).exists():
-            number += 1
-        os.replace(path, aside)
+        names = (f"{path.name}.ignored" + f".{n}" * (n > 0) for n in itertools.count())
+        os.replace(path, next(x for x in map(path.with_name, names) if not x.exists()))
         return ()
     return user_rows()
-
-
-def _aside(path: pathlib.Path, number: int) -> pathlib.Path:
-    return path.with_name(f"{path.name}.ignored" + (f".{number}" if number else ""))
 
 
 def _lock_file(path: pathlib.Path) -> pathlib.Path:

@@ -25,12 +25,9 @@ def test_a_wrong_sum_is_seen() -> None:
         assert look_up._check_sums(sizes, index, values, sums).ok == ok
 
 
-def test_results_of_an_older_format_are_those_of_the_sizes_and_can_be_drawn(
-    tmp_path: pathlib.Path,
-) -> None:
-    points = [*look_up.drawn(), *look_up.CHOSEN]
-    older = json.loads(RESULTS.read_text())["points"]
-    for sizes, record in zip(points, older, strict=True):
-        assert look_up.standard(record)["label"] == sizes.label
+def test_results_are_those_of_the_sizes_and_can_be_drawn(tmp_path: pathlib.Path) -> None:
+    records = json.loads(RESULTS.read_text())["points"]
+    for point, record in zip(look_up.POINTS, records, strict=True):
+        assert (record["sweep"], record["label"]) == (point.sweep, point.label)
     assert report.main([str(RESULTS), "--root", str(tmp_path)]) == 0
     assert (tmp_path / "docs" / "images" / "look_up.svg").exists()

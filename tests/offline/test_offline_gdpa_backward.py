@@ -17,6 +17,7 @@ from ikbo_jax.problems import GdpaBackwardConfig as Config
 from ikbo_jax.problems import GdpaBackwardProblem, memory
 from ikbo_jax.problems import gdpa_backward as backward_configs
 from ikbo_jax.problems.hopper import NUM_CONSUMERS, TILE_ROWS, WARPGROUP_SIZE, WGMMA_M
+from ikbo_jax.reference import jagged
 from ikbo_jax.reference.gdpa import Settings
 from ikbo_jax.tuning import table_rows
 
@@ -82,13 +83,13 @@ class Case:
         shape, dtype = jax.ShapeDtypeStruct, jnp.dtype(self.dtype)
         query = shape((ROWS, len(self.activations), self.head_dim), dtype)
         key = shape((ROWS, self.kv_heads, self.head_dim), dtype)
-        count = lists.most_blocks(BATCH + 2, ROWS, TILE_ROWS)
+        count = jagged.most_tiles(BATCH + 2, ROWS, TILE_ROWS)
         work = lists.Work(
             shape((count, self.tile_words), jnp.int32),
             shape((1,), jnp.int32),
             shape((BATCH, lists.RANGE_WORDS), jnp.int32),
         )
-        rows = lists.most_blocks(BATCH, ROWS, self.chosen.block) * self.chosen.block
+        rows = jagged.most_tiles(BATCH, ROWS, self.chosen.block) * self.chosen.block
         statistics = masks = None
         if self.has_softmax:
             vectors = (query.shape[1], 2, rows + softmax.ABSENT_ROWS)

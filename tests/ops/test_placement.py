@@ -193,17 +193,23 @@ def test_equal_requests_have_equal_placements():
         ({"cand_to_user": [0.0]}, "cand_to_user has dtype float64, expected integers"),
         ({"cand_to_user": [0, 1, 3]}, r"cand_to_user\[2\] is 3 but num_users is 3"),
         ({"cand_to_user": [0, -1]}, r"cand_to_user\[1\] is -1 but num_users is 3"),
-        ({"num_devices": 0}, "num_devices is 0, expected at least 1"),
-        ({"num_users": -1}, "num_users is -1, expected at least 0"),
-        ({"multiple_of": 0}, "multiple_of is 0, expected at least 1"),
-        ({"multiple_of": 2.5}, "multiple_of is 2.5, expected an integer"),
-        ({"num_devices": None}, "num_devices is None, expected an integer"),
-        ({"users_multiple_of": -8}, "users_multiple_of is -8, expected at least 1"),
-        ({"num_users": 10**10}, "num_users is 10000000000, expected at most 2147483647"),
-        ({"num_users": True}, "num_users is True, expected an integer"),
-        ({"num_devices": 10**8}, "num_devices is 100000000, expected at most 65536"),
-        ({"multiple_of": 1 << 30}, "multiple_of is 1073741824, expected at most 134217728"),
-        ({"users_multiple_of": 1 << 30}, "users_multiple_of is 1073741824, expected at most"),
+        (
+            {"num_devices": 0},
+            "num_devices must be an integer of at least 1 and at most 65536, but is 0",
+        ),
+        (
+            {"num_users": -1},
+            "num_users must be an integer of at least 0 and at most 2147483647, but is -1",
+        ),
+        ({"multiple_of": 0}, "but is 0"),
+        ({"multiple_of": 2.5}, "multiple_of must be an integer"),
+        ({"num_devices": None}, "but is None"),
+        ({"users_multiple_of": -8}, "users_multiple_of must be an integer of at least 1"),
+        ({"num_users": 10**10}, "at most 2147483647, but is 10000000000"),
+        ({"num_users": True}, "but is True"),
+        ({"num_devices": 10**8}, "at most 65536, but is 100000000"),
+        ({"multiple_of": 1 << 30}, "at most 134217728, but is 1073741824"),
+        ({"users_multiple_of": 1 << 30}, "at most 134217728, but is 1073741824"),
         (
             {"num_devices": 1 << 16, "cand_to_user": [0] * 5000},
             "65536 devices with 5000 rows each, as the largest needs, are 327680000 rows",
@@ -235,12 +241,16 @@ def test_wrong_arrays():
         placed.lay_out_candidates(np.zeros(2))
     with pytest.raises(ValueError, match=r"shape \(3,\) but the placement has 16 rows"):
         placed.restore(np.zeros(3))
-    for devices in ([0, 2], [-1], [0, 0]):
-        message = re.escape(f"devices are {devices}, expected different ones in [0, 2)")
-        with pytest.raises(ValueError, match=message):
+    of_two = "must be an integer of at least 0 and at most 1, but is"
+    for devices, message in (
+        ([0, 2], f"devices[1] {of_two} 2"),
+        ([-1], f"devices[0] {of_two} -1"),
+        ([0, 0], "devices are [0, 0], expected different ones"),
+    ):
+        with pytest.raises(ValueError, match=re.escape(message)):
             placed.on(devices)
     for device in (1.0, True, "0"):
-        with pytest.raises(ValueError, match=rf"devices\[1\] is {device!r}, expected an integer"):
+        with pytest.raises(ValueError, match=rf"devices\[1\] must be .* but is {device!r}"):
             placed.on([0, device])
 
 

@@ -98,7 +98,8 @@ def demo_twice(tmp_path_factory):
     lower = jax.stages.Traced.lower
 
     def counted_lower(self, *args, **kwargs):
-        lowered.append(self.fun_name)
+        # On a CPU, the report of `rewrite` counts programs that no cache keeps.
+        lowered.extend([self.fun_name] * (self.fun_name != "jaxpr_as_fun"))
         return lower(self, *args, **kwargs)
 
     runs = []

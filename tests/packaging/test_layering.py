@@ -24,7 +24,8 @@ REWRITE_PARTS = ("rewrite.values", "rewrite.facts", "rewrite.report", "rewrite.i
 REWRITERS = ("rewrite.rules", "rewrite.attention", "rewrite.calls")
 OPS = ("integers", "problems", "reference", "masks", "tuning", *KERNELS)
 ALLOWED: dict[str, tuple[str, ...]] = {
-    **dict.fromkeys(("_version", "_timing", "integers", "placement"), ()),
+    **dict.fromkeys(("_version", "_timing", "integers"), ()),
+    "placement": ("integers",),
     "debug": ("integers",),
     "masks": ("integers", "reference"),
     "problems": (),

@@ -1,5 +1,7 @@
 """A rewritten program never costs more than its original: DCN-V2, and the model of costs itself."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -108,13 +110,16 @@ def test_on_a_gpu_a_small_program_is_rewritten_for_derivatives_alone(monkeypatch
     def loss(fn):
         return jax.grad(lambda user, *rest: fn(user, *rest).sum())
 
+    def gradient_of(fn):
+        return str(jax.make_jaxpr(loss(ikbo.rewrite(fn)))(*args))
+
     assert str(jax.make_jaxpr(ikbo.rewrite(features))(*args)).count("gather") == 1
     (report,) = ikbo.explain(ikbo.rewrite(features), *args).notes
     assert not report.changed
     assert ("its derivative is rewritten" in str(report)) == is_narrow
     assert ("its gradient, too, is as written" in str(report)) != is_narrow
-    gradient = str(jax.make_jaxpr(loss(ikbo.rewrite(features)))(*args))
-    assert ("_user_rows" in gradient) == is_narrow
+    assert ("_user_rows" in gradient_of(features)) == is_narrow
+    assert "_user_rows" not in gradient_of(lambda user, cand, *_: jnp.tile(user, (32, 1)) * cand)
     both = (np.float32(jax.jit(loss(fn))(*args)) for fn in (features, ikbo.rewrite(features)))
     assert_same_up_to_rounding(*both, 3e-2 if is_narrow else 1e-5)
     large = [jax.ShapeDtypeStruct(x, jnp.float32) for x in ((U, 2048), (2**15, 64), (2112, 512))]
@@ -124,7 +129,16 @@ def test_on_a_gpu_a_small_program_is_rewritten_for_derivatives_alone(monkeypatch
     monkeypatch.setattr(cost, "refusal", lambda *_: "")
     product = ikbo.rewrite(lambda user, cand, i, w: jnp.tanh(user[i, :4]) * (cand @ w[:8]))
     assert ikbo.explain(product, *args).notes[0].changed
-    assert ("_user_rows" in str(jax.make_jaxpr(loss(product))(*args))) == is_narrow
+    assert ("_user_rows" in gradient_of(product)) == is_narrow
+    assert ("[512,4] = tanh" in gradient_of(product)) != is_narrow
+    # A program that would take longer is differentiated as written, but for its lookups.
+    monkeypatch.setattr(cost, "refusal", lambda *_: cost.LONGER)
+    monkeypatch.setattr(cost, "takes_longer", lambda *_: True)
+    assert ("_user_rows" in gradient_of(product)) == is_narrow
+    assert "[512,4] = tanh" in gradient_of(product)
+    # The gradient of products with one-hot vectors is as written: rewritten, it took 1.05 as long.
+    costs = cost.Cost(1_316_868_096, 15_571_264, 4), cost.Cost(1_463_144_448, 22_412_864, 6)
+    assert cost.saves_lookups_alone(*costs)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
@@ -145,9 +159,8 @@ def test_features_that_constants_select_keep_xlas_gradient_in_float32(monkeypatc
         assert_same_up_to_rounding(*(jax.jit(g)(*args) for g in gradients), 1e-4)
 
 
-def test_on_a_gpu_selected_features_have_a_price(monkeypatch) -> None:
+def test_on_a_gpu_selected_features_have_a_price() -> None:
     """As pairs of fields, which may take most of the time."""
-    monkeypatch.setattr(cost, "on_gpu", lambda: True)
 
     def matrices(user, cand, index, w):
         x = jnp.concatenate([user[index], cand], axis=1)
@@ -155,8 +168,10 @@ def test_on_a_gpu_selected_features_have_a_price(monkeypatch) -> None:
 
     shapes = (48, 16, 32), (2976, 8, 32), (2976,), (24, 24, 32, 32)
     args = [jax.ShapeDtypeStruct(x, "bfloat16" if x[1:] else "int32") for x in shapes]
-    (report,) = ikbo.explain(ikbo.rewrite(matrices), *args).notes
+    with ikbo.export_target("H200"):
+        (report,) = ikbo.explain(ikbo.rewrite(matrices), *args).notes
     assert "it would take as long on a GPU" in report.reason  # Took 1.4 of the original's time.
+    assert ikbo.explain(ikbo.rewrite(matrices), *args).notes[0].changed
 
     def nbytes(fn, *args):
         return cost.program_cost(jax.make_jaxpr(fn)(*args)).nbytes
@@ -170,6 +185,8 @@ def test_on_a_gpu_selected_features_have_a_price(monkeypatch) -> None:
     few, many = (nbytes(lambda *x: jnp.concatenate(x, 1).sum(-1), *parts[:n]) for n in (4, 12))
     assert few == 4 * (8 * 4 * 16 + 8 * 4)
     assert many == 4 * (8 * 12 * 16 + 8 * 12) + 2 * 8 * 12 * 16
+    repeated = nbytes(lambda x: jnp.repeat(x, 4, axis=1).sum(-1), x)
+    assert repeated == 4 * (8 * 4 * 16 + 8 * 16) + 3 * 8 * 16 * 16
 
 
 def test_on_a_gpu_a_product_with_vectors_looks_up_for_itself(monkeypatch) -> None:
@@ -188,145 +205,38 @@ def test_on_a_gpu_a_product_with_vectors_looks_up_for_itself(monkeypatch) -> Non
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("model", MODELS)
-def test_the_estimate_is_what_xla_counts(model, dtype) -> None:
+@pytest.mark.parametrize("model", sorted(MODELS.keys() - {"dien", "transformer", "xdeepfm"}))
+def test_the_report_is_what_xla_counts(model, dtype) -> None:
+    """But for loops, of which XLA counts one step; versions of XLA decide whether xDeepFM runs."""
     program = Program(model, SIZES, dtype)
     args, programs = program.shapes, (program.scores, ikbo.rewrite(program.scores))
     (report,) = ikbo.explain(programs[1], *args).notes
     assert report.changed
-    compiled = [jax.jit(fn).lower(*args).compile() for fn in programs]
-    before, after = (x.cost_analysis()["bytes accessed"] for x in compiled)
-    shares = (before - after) / before, report.bytes_saved / report.costs.original.nbytes
-    assert shares[0] * shares[1] > 0
-    # Pairs of fields in 16 bits: the model counts too few of the copies in another order.
-    assert abs(shares[0] - shares[1]) < (0.15 if model == "fibinet" else 0.06), shares
+    for fn, told in zip(programs, (report.costs.original, report.costs.rewritten), strict=True):
+        counts = jax.jit(fn).lower(*args).compile().cost_analysis()
+        np.testing.assert_allclose(told.flops, counts["flops"], rtol=1e-3)
+        np.testing.assert_allclose(told.nbytes, counts["bytes accessed"], rtol=1e-3)
 
 
-def test_a_loop_computes_again_what_reductions_read_from_memory() -> None:
-    """As in Dice, whose input is multiplied by the sigmoid of its batch norm."""
+def test_the_report_counts_every_step_of_a_loop() -> None:
+    """As if it were unrolled, with what is the same in every step before it."""
 
-    def fn(users, cands, index, w):
-        inputs = users[index] @ w + cands
-        x = inputs - jnp.mean(inputs, axis=0, keepdims=True)
-        x = x * jax.lax.rsqrt(jnp.mean(x * x, axis=0, keepdims=True) + 1e-3)
-        return inputs * jax.nn.sigmoid(x)
+    def fn(user, cand, w, index, unroll):
+        def step(x, _):
+            return jnp.tanh(x @ w[0]) + cand @ w[1], None
 
-    args = jnp.ones((10, 96)), jnp.ones((400, 32)), jnp.zeros(400, jnp.int32), jnp.ones((96, 32))
-    check_bytes_are_xlas(fn, args, 0.02)
+        return lax.scan(step, user[index] @ w[0], length=8, unroll=unroll)[0]
 
-
-def check_bytes_are_xlas(fn, args, within: float) -> None:
-    """The bytes of both programs differ from XLA's count by this share of them at most."""
-    for one in (fn, ikbo.rewrite(fn)):
-        found = cost.program_cost(jax.make_jaxpr(one)(*args))
-        counted = jax.jit(one).lower(*args).compile().cost_analysis()["bytes accessed"]
-        assert abs(found.nbytes - counted) < within * counted
-
-
-def test_a_lookup_in_looked_up_rows_reads_their_table() -> None:
-    """As of the keys that ETA selects for a candidate: no program writes the copied history."""
-
-    def fn(history, positions, index, w):
-        keys = jnp.take_along_axis(history[index], positions[:, :, None], axis=1)
-        return keys.reshape(len(index), -1) @ w
-
-    args = jnp.ones((8, 64, 32)), jnp.zeros((512, 16), jnp.int32), jnp.arange(512) % 8
-    check_bytes_are_xlas(fn, (*args, jnp.ones((512, 64))), 0.02)
-
-
-def test_a_product_by_parts_joins_the_sum_that_reads_it() -> None:
-    """As in FwFM: two transposes that XLA removes stand between product and sum."""
-
-    def fn(user, cand, weights, index):
-        x = jnp.concatenate([user[index], cand], axis=1)
-        return (x * jnp.einsum("fg,bgd->bfd", weights, x)).sum((1, 2))
-
-    args = jnp.ones((16, 12, 32)), jnp.ones((512, 8, 32)), jnp.ones((20, 20)), jnp.arange(512) % 16
-    check_bytes_are_xlas(fn, args, 0.02)
-
-
-def transformer_layer(x, weights):
-    """Attention and a feed-forward net, each with a sum and a norm."""
-
-    def normalised(x):
-        x = x - x.mean(-1, keepdims=True)
-        return x * lax.rsqrt(jnp.square(x).mean(-1, keepdims=True) + 1e-5)
-
-    q, k, v = (jnp.reshape(x @ w, (*x.shape[:2], 2, -1)) for w in weights[:3])
-    attended = jax.nn.softmax(jnp.einsum("btnh,bsnh->bnts", q, k))
-    x = normalised(x + jnp.einsum("bnts,bsnh->btnh", attended, v).reshape(x.shape) @ weights[3])
-    return normalised(x + jax.nn.relu(x @ weights[4]) @ weights[5])
-
-
-@pytest.mark.parametrize(
-    "score",
-    [
-        lambda rows, cands, w: rows() @ w + jnp.tanh(rows()) * cands,
-        lambda rows, cands, w: jnp.tanh(rows()) @ w + jnp.sin(rows() * cands) @ w,
-        lambda rows, cands, w: (rows() @ w) * (rows() @ jnp.sin(w)) + cands,
-    ],
-)
-def test_equal_lookups_are_one(score) -> None:
-    """XLA merges lookups of the same rows, with what makes their positions, and writes the rows."""
-
-    def fn(users, cands, index, w):
-        return score(lambda: users[index], cands, w)
-
-    args = jnp.ones((8, 64)), jnp.ones((512, 64)), jnp.zeros(512, jnp.int32), jnp.ones((64, 64))
-    check_bytes_are_xlas(fn, args, 0.01)
-
-
-def test_copies_for_products_and_shared_numbers_count() -> None:
-    """As in TransAct: XLA transposes operands of its products, and writes the zeros of its relu."""
-
-    def fn(history, cand, layers, index):
-        shape = (*history[index].shape[:2], cand.shape[1])
-        x = jnp.concatenate([history[index], jnp.broadcast_to(cand[:, None], shape)], axis=2)
-        for weights in layers:
-            x = transformer_layer(x, weights)
-        return x.max(1)
-
-    weights = [jnp.ones((72, 72))] * 4 + [jnp.ones((72, 144)), jnp.ones((144, 72))]
-    args = jnp.ones((16, 32, 40)), jnp.ones((128, 32)), [weights, weights], jnp.arange(128) % 16
-    check_bytes_are_xlas(fn, args, 0.05)
-
-
-def test_a_scan_slices_the_history_and_not_what_it_is_joined_with() -> None:
-    """As in a linear recurrent unit of complex numbers, which saves no bytes by XLA's count."""
-
-    def fn(history, cand, weights, decay, index):
-        def step(x, y):
-            return x[0] * y[0], y[0] * x[1] + y[1]
-
-        rows = jnp.concatenate([history[index], cand[:, None]], axis=1)
-        inputs = lax.complex(rows @ weights[0], rows @ weights[1])
-        decays = jnp.broadcast_to(jnp.exp(decay * (1j - 1)), inputs.shape)
-        return lax.associative_scan(step, (decays, inputs), axis=1)[1][:, -1].real.sum(-1)
-
-    args = jnp.ones((16, 64, 32)), jnp.ones((512, 32)), jnp.ones((2, 32, 32)), jnp.full(32, 0.3)
-    programs = (fn, ikbo.rewrite(fn)), (*args, jnp.arange(512) % 16)
-    before, after = (jax.jit(f).lower(*programs[1]).compile() for f in programs[0])
-    by_xla = 1 - after.cost_analysis()["bytes accessed"] / before.cost_analysis()["bytes accessed"]
-    ours, theirs = costs(fn, *programs[1])
-    assert by_xla < 0.01
-    assert 1 - ours.nbytes / theirs.nbytes < 0.01
-
-
-def test_a_loop_reads_parts_of_what_it_computes() -> None:
-    """As HSTU's queries, keys, values and gates, whose activation each of their readers repeats."""
-
-    def fn(user, cand, w, index):
-        x = jax.nn.silu(jnp.concatenate([user[index], cand], axis=1) @ w)
-        return jnp.sin(x[:, :128]), jnp.cos(x[:, 128:]) @ w[:128]
-
-    args = jnp.ones((16, 64)), jnp.ones((512, 128)), jnp.ones((192, 256)), jnp.arange(512) % 16
-    check_bytes_are_xlas(fn, args, 0.05)
+    args = jnp.ones((16, 64)), jnp.ones((512, 64)), jnp.ones((2, 64, 64)), jnp.arange(512) % 16
+    programs = (jax.make_jaxpr(functools.partial(fn, unroll=x))(*args) for x in (1, 8))
+    looped, unrolled = cost.reported_costs(*programs)
+    np.testing.assert_allclose(looped, unrolled, rtol=0.1)
 
 
 # The model.
 
 
-def test_costs_of_operations(monkeypatch) -> None:
+def test_costs_of_operations() -> None:
     x, w = jnp.ones((8, 4)), jnp.ones((4, 16))
     index = jnp.zeros(32, jnp.int32)
 
@@ -335,18 +245,14 @@ def test_costs_of_operations(monkeypatch) -> None:
         return found.flops, found.nbytes
 
     dot = 2 * 8 * 4 * 16, 4 * (8 * 4 + 4 * 16 + 8 * 16)
-    # On a GPU, the product computes what is made of its operand and of its result.
-    around = 4 * 2 * (8 * 4 + 8 * 16)
-    assert of(lambda x, w: jnp.tanh(jnp.sin(x) @ w) * 2, x, w) == (dot[0], dot[1] + around)
-    with monkeypatch.context() as on_gpu:
-        on_gpu.setattr(cost, "on_gpu", lambda: True)
-        assert of(lambda x, w: jnp.tanh(jnp.sin(x) @ w) * 2, x, w) == dot
+    # The product computes what is made of its operand and of its result.
+    assert of(lambda x, w: jnp.tanh(jnp.sin(x) @ w) * 2, x, w) == dot
     assert of(lambda x, w: jax.jit(jnp.matmul)(x, w), x, w) == dot
     looped = of(lambda xs, w: lax.scan(lambda c, x: (c, x @ w), 0, xs)[1], jnp.ones((5, 8, 4)), w)
     assert looped == (5 * dot[0], 5 * dot[1])
     # XLA computes before the loop what is the same in every step.
     same = of(lambda x, w: lax.scan(lambda c, _: (c, jnp.sin(c @ w)), x, length=5)[1], x, w)
-    assert same == (5 * dot[0], dot[1] + 4 * 2 * 8 * 16)
+    assert same == (5 * dot[0], dot[1])
     chosen = of(lambda x, w: lax.cond(x[0, 0] > 0, lambda: x @ w, lambda: jnp.zeros((8, 16))), x, w)
     assert chosen[0] == dot[0]
 
@@ -376,15 +282,14 @@ def test_a_number_that_is_reshaped_costs_nothing() -> None:
     assert report.flops_saved > 0.9 * report.costs.original.flops
 
 
-def test_costs_of_an_op_are_those_of_its_problem(monkeypatch) -> None:
+def test_costs_of_an_op_are_those_of_its_problem() -> None:
     shape = problems.LinearCompressionShape(U, B, 7, 3, 2, 8, "unsorted")
     args = problems.make_inputs(shape, "float32", 0)
     program = jax.make_jaxpr(ikbo.linear_compression)(*args)
-    in_xla = cost.program_cost(program)
-    monkeypatch.setattr(cost, "on_gpu", lambda: True)
     found = cost.program_cost(program)
     (plan,) = ikbo.explain(ikbo.linear_compression, *args).plans
-    assert found.flops == in_xla.flops == plan.problem.useful_flops
+    assert found.flops == plan.problem.useful_flops
+    in_xla, _ = cost.reported_costs(program, program)
     result = 4 * np.prod(jax.eval_shape(ikbo.linear_compression, *args).shape)
     assert found.nbytes == sum(x.nbytes for x in args) + result < in_xla.nbytes
     query, key = jnp.ones((B, 2, 2, 8)), jnp.ones((U, 5, 2, 8))

@@ -14,8 +14,7 @@ from jax.extend import core
 
 import ikbo_jax as ikbo
 from ikbo_jax.rewrite import Lazy, NotCovered, RewriteReport, register_rule
-from ikbo_jax.rewrite.report.cost import decisive_costs
-from ikbo_jax.rewrite.report.products import RARE
+from ikbo_jax.rewrite.report.cost import program_cost
 from ikbo_jax.rewrite.report.report import BothCosts
 from ikbo_jax.rewrite.values import jaxprs, registry
 
@@ -107,7 +106,7 @@ def every_equation(program, inside_ops: bool = True):
     """Yields the equations of a program and of the programs in it; an op is one without these."""
     for eqn in program.eqns:
         yield eqn
-        if inside_ops or eqn.params.get("name") not in (*jaxprs.OPS, *RARE):
+        if inside_ops or eqn.params.get("name") not in (*jaxprs.OPS, "rows_without_kept_keys"):
             for inner in jaxprs.inner_programs(eqn):
                 yield from every_equation(inner, inside_ops)
 
@@ -126,8 +125,7 @@ def largest_outside_ops(fn, *args) -> int:
 
 def useful_flops(fn, *args) -> list[int]:
     """The useful FLOPs of a function and of its rewrite, which on a CPU may compute more."""
-    programs = (jax.make_jaxpr(f)(*args) for f in (fn, ikbo.rewrite(fn)))
-    return [x.flops for x in decisive_costs(*programs)]
+    return [program_cost(jax.make_jaxpr(f)(*args)).flops for f in (fn, ikbo.rewrite(fn))]
 
 
 def share_saved(fn, *args) -> float:

@@ -16,7 +16,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
-from ikbo_jax.pallas.hopper import fragment, inline, mosaic, stores
+from ikbo_jax.pallas.hopper import fragment, inline, mosaic, per_thread, stores
 from ikbo_jax.pallas.hopper.fragment import Fragment
 from ikbo_jax.pallas.hopper.inline import Integer
 from ikbo_jax.pallas.hopper.warps import LANES
@@ -119,14 +119,8 @@ def store(memory: Fragment, value: jax.Array, first: Any, begin: Any) -> None:
         planes = fragment.words_of(array)
         for plane, width, words in zip((upper, lower), WORDS, planes, strict=True):
             address = _address(plane, number, begin, width)
-            for v in range(len(words) // width):
-                values = ", ".join(f"${i + 1}" for i in range(width))
-                inline.issue(
-                    f"st.global.v{width}.b32 [$0 + {v * LANES * width * 4}], {{{values}}};",
-                    address,
-                    *words[v * width : (v + 1) * width],
-                    predicate=exists,
-                )
+            for i in range(0, len(words), width):
+                per_thread.store_words(address, words[i : i + width], exists, 4 * LANES * i)
 
 
 def stage_transposed(blocks: Any, values: jax.Array, *, is_swizzled: bool = True) -> None:

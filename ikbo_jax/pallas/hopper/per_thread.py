@@ -155,7 +155,11 @@ def scatter(
 ) -> None:
     """ref[index] = values, for each thread that wants it; `space` is "shared" or "global"."""
     if mosaic.is_interpreted():
-        _one_by_one(ref, index, values, is_wanted, lambda old, new: new)
+
+        @in_turn(is_wanted)
+        def _(i: Any) -> None:
+            ref[index[i]] = values[i]
+
     else:
         _each(f"st.{space}.b32 [$0], $1;", ref, index, values, is_wanted)
 
@@ -163,7 +167,11 @@ def scatter(
 def add(ref: Any, index: jax.Array, values: jax.Array, is_wanted: jax.Array) -> None:
     """ref[index] += values in shared memory, for each thread that wants it; threads may collide."""
     if mosaic.is_interpreted():
-        _one_by_one(ref, index, values, is_wanted, lambda old, new: old + new)
+
+        @in_turn(is_wanted)
+        def _(i: Any) -> None:
+            ref[index[i]] = ref[index[i]] + values[i]
+
     else:
         _each("red.shared.add.u32 [$0], $1;", ref, index, values, is_wanted)
 
@@ -176,21 +184,18 @@ def add_one(ref: Any, index: jax.Array) -> None:
 
     @inline.code(ref, index)
     def _(ref: ir.Value, index: mgpu.FragmentedArray) -> None:
-        i32 = ir.IntegerType.get_signless(32)
-        address = mgpu.utils.getelementptr(mgpu.utils.memref_ptr(ref), [scalar(index)], i32)
-        inline.issue("red.shared.add.u32 [$0], 1;", address)
+        inline.issue("red.shared.add.u32 [$0], 1;", inline.address(ref, scalar(index)))
 
 
-def _one_by_one(
-    ref: Any, index: jax.Array, values: jax.Array, is_wanted: jax.Array, change: Any
-) -> None:
-    """ref[index] = change(ref[index], values), one thread after another, under interpretation."""
+def in_turn(is_wanted: jax.Array) -> Callable[[Callable[[Any], None]], None]:
+    """Runs the decorated function for each thread that wants it, by number; interpreted only."""
 
-    @pl.loop(0, WARPGROUP_SIZE)
-    def _(i: Any) -> None:
-        @pl.when(is_wanted[i])
-        def _() -> None:
-            ref[index[i]] = change(ref[index[i]], values[i])
+    def run(function: Callable[[Any], None]) -> None:
+        @pl.loop(0, WARPGROUP_SIZE)
+        def _(thread: Any) -> None:
+            pl.when(is_wanted[thread])(lambda: function(thread))
+
+    return run
 
 
 def _each(

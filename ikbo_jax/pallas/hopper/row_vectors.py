@@ -1,25 +1,24 @@
 """Vectors of rows: 1, 2 or 4 words that a thread loads, adds in f32, and stores at once."""
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 
 from ikbo_jax.pallas.hopper import inline, mosaic, per_thread, stores
 from ikbo_jax.pallas.hopper.per_thread import FLOAT32, INT32
-from ikbo_jax.problems.hopper import WARPGROUP_SIZE
 
 #: A thread's words; under interpretation, its numbers in f32.
 Words = tuple[jax.Array, ...]
 
 
 class Rows(NamedTuple):
-    """Stores vectors of `words` words of rows [rows, width]; more than 4 take several accesses."""
+    """Vectors of `words` words of rows [rows, ...]; more than 4 are stored by several accesses."""
 
     ref: Any
     words: int
@@ -75,13 +74,11 @@ class Rows(NamedTuple):
         """Stores a vector of each thread that wants it; if it streams, L2 evicts it first."""
         if mosaic.is_interpreted():
 
-            @pl.loop(0, WARPGROUP_SIZE)
+            @per_thread.in_turn(is_wanted)
             def _(thread: Any) -> None:
-                @pl.when(is_wanted[thread])
-                def _() -> None:
-                    for i, x in enumerate(words):
-                        column = vector[thread] * self.numbers + i
-                        self.ref[row[thread], column] = x[thread].astype(self.dtype)
+                for i, x in enumerate(words):
+                    column = vector[thread] * self.numbers + i
+                    self.ref[row[thread], column] = x[thread].astype(self.dtype)
 
             return
 
@@ -120,7 +117,7 @@ class Rows(NamedTuple):
     def _address(
         self, ref: ir.Value, row: mgpu.FragmentedArray, vector: mgpu.FragmentedArray
     ) -> ir.Value:
-        terms = [(row, self.ref.shape[1]), (vector, self.numbers)]
+        terms = [(row, math.prod(self.ref.shape[1:])), (vector, self.numbers)]
         scalars = [(per_thread.scalar(x), stride) for x, stride in terms]
         return stores.device_address(ref, scalars, self.dtype.itemsize)
 

@@ -25,7 +25,6 @@ from ikbo_jax.pallas.worklist.lists import (
     Works,
     WorkSettings,
     early_keys,
-    most_blocks,
 )
 from ikbo_jax.problems.hopper import TILE_ROWS
 from ikbo_jax.reference import jagged
@@ -203,7 +202,7 @@ def _cut(
     counts = jnp.stack([jnp.where(cost > 0, tiles, 0), tiles]).sum(axis=1, dtype=jnp.int32)
     order = jnp.argsort(-cost, stable=True)
     ends = jnp.cumsum(tiles[order], dtype=jnp.int32)
-    number = jnp.arange(max(most_blocks(length.size, total, size), 1), dtype=jnp.int32)
+    number = jnp.arange(max(jagged.most_tiles(length.size, total, size), 1), dtype=jnp.int32)
     place = jnp.minimum(jagged.search_right(ends, number), length.size - 1)
     segment = order[place]
     start = (number - (ends - tiles[order])[place]) * size
@@ -227,7 +226,7 @@ def _ranges(rows: _Rows, statistics: jax.Array) -> jax.Array:
 
 def _blocks(offsets: Offsets, q: _Rows, ends: jax.Array, size: int) -> jax.Array:
     """Lists `Works.blocks`; `ends` are running sums of the sequences' blocks."""
-    count = most_blocks(offsets.sequences, offsets.result_rows, size)
+    count = jagged.most_tiles(offsets.sequences, offsets.result_rows, size)
     number = jnp.arange(count, dtype=jnp.int32)
     sequence = jnp.minimum(jagged.search_right(ends, number), ends.size - 1)
     before = ends - -(-q.length // size)

@@ -26,6 +26,7 @@ from jaxlib.mlir import ir
 from ikbo_jax.pallas.hopper import inline, mosaic, per_thread, stores
 from ikbo_jax.pallas.hopper.launch import WarpgroupContext, launch_threads
 from ikbo_jax.pallas.hopper.per_thread import VECTOR, Threads, same, select
+from ikbo_jax.pallas.hopper.row_vectors import Rows
 from ikbo_jax.pallas.worklist.scan import running_sums
 from ikbo_jax.problems import memory
 from ikbo_jax.problems.hopper import WARPGROUP_SIZE
@@ -323,6 +324,7 @@ def _own_vectors(own: _Range) -> Any:
 def _copy(own: _Range) -> None:
     shape, threads, most = own.shape, own.threads, _own_vectors(own)
     rounds, numbers_of = threads.rounds(shape.own * shape.vectors, unroll=ACCESSES)
+    queries, ordered = (Rows(x, VECTOR) for x in (own.operands.query, own.outputs.query))
 
     @pl.loop(0, rounds)
     def _(turn: Any) -> None:
@@ -331,42 +333,11 @@ def _copy(own: _Range) -> None:
             wanted = number < most
             candidate = lax.div(jnp.minimum(number, most - 1), same(shape.vectors))
             vector = jnp.minimum(number, most - 1) - candidate * shape.vectors
-            words = load_queries(own.operands.query, own.first + candidate, vector)
+            (words,) = queries.load([(own.first + candidate, vector)])
             copies.append((candidate, vector, words, wanted))
         for candidate, vector, words, wanted in copies:
             place = threads.read(own.shared.ranks, candidate)
-            store_queries(own.outputs.query, place, vector, words, wanted)
-
-
-def load_queries(query: Any, candidate: jax.Array, vector: jax.Array) -> tuple[jax.Array, ...]:
-    """Loads a 16-byte vector of a candidate's queries in each thread; returns its four words."""
-    size = math.prod(query.shape[1:])
-
-    @inline.code(query, candidate, vector, returns=(per_thread.INT32,) * 4)
-    def issued(query: ir.Value, *arrays: mgpu.FragmentedArray) -> Any:
-        candidate, vector = map(per_thread.scalar, arrays)
-        address = stores.device_address(query, [(candidate, size), (vector, ELEMENTS)], 2)
-        words = per_thread.load_words(address, 4, is_early=True)
-        return tuple(per_thread.array(x, arrays[0]) for x in words)
-
-    return issued
-
-
-def store_queries(
-    query: Any,
-    place: jax.Array,
-    vector: jax.Array,
-    words: tuple[jax.Array, ...],
-    is_wanted: jax.Array,
-) -> None:
-    """Stores the words that `load_queries` returned, where wanted."""
-    size = math.prod(query.shape[1:])
-
-    @inline.code(query, place, vector, is_wanted.astype(jnp.int32), *words)
-    def _(query: ir.Value, *arrays: mgpu.FragmentedArray) -> None:
-        place, vector, wanted, *words = map(per_thread.scalar, arrays)
-        address = stores.device_address(query, [(place, size), (vector, ELEMENTS)], 2)
-        per_thread.store_words(address, words, wanted.differs(0))
+            ordered.store(place, vector, words, wanted)
 
 
 def _prefetch(query: Any, first: Any, line: jax.Array, is_wanted: jax.Array) -> None:

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from ikbo_jax.reference import gdpa, hstu, jagged
+from ikbo_jax.reference import gdpa, hstu
 
 #: Words of a tile in `TileList.words`: first row in the array that is read, first row in the array
 #: that is written, number of rows; first row and number of its keys.
@@ -169,8 +169,3 @@ class Works(NamedTuple):
     queries: Work
     keys: Work
     blocks: jax.Array | None
-
-
-def most_blocks(sequences: int, total: int, block: int) -> int:
-    """Returns the largest number of blocks of any `sequences` sequences with `total` rows."""
-    return jagged.most_tiles(sequences, total, block, None)

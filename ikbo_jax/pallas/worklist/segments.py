@@ -21,6 +21,7 @@ from ikbo_jax.pallas.hopper.launch import WarpgroupContext
 from ikbo_jax.pallas.hopper.per_thread import Threads, cdiv, same, select
 from ikbo_jax.pallas.worklist.lists import Offsets
 from ikbo_jax.pallas.worklist.scan import clear, fold
+from ikbo_jax.reference import jagged
 
 #: Warpgroups of a CTA that lists tiles.
 WARPGROUPS = 4
@@ -79,8 +80,7 @@ class Shape:
         if self.is_broadcast:
             return max(self.sequences * pl.cdiv(self.q_rows, self.size), 1)
         parts = self.segments * (1 if self.max_seqlen_q is None else 2)
-        nonempty = min(parts, self.q_rows)
-        return max(nonempty + (self.q_rows - nonempty) // self.size, 1)
+        return max(jagged.most_tiles(parts, self.q_rows, self.size), 1)
 
     @property
     def most_blocks(self) -> int:

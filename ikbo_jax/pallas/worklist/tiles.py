@@ -68,12 +68,10 @@ def store_words(
 
         return
 
-    @pl.loop(0, WARPGROUP_SIZE)
+    @per_thread.in_turn(is_wanted)
     def _(i: Any) -> None:
-        @pl.when(is_wanted[i])
-        def _() -> None:
-            for w, word in enumerate(words):
-                array[place[i], w] = word[i]
+        for w, word in enumerate(words):
+            array[place[i], w] = word[i]
 
 
 def _list_parts(ctx: SegmentContext, array: Any, ends: Any, describe: Any) -> None:

@@ -37,6 +37,7 @@ from ikbo_jax.pallas.worklist.segments import (
 from ikbo_jax.pallas.worklist.tiles import list_tiles, rows_of_tile, store_words
 from ikbo_jax.problems import memory
 from ikbo_jax.problems.hopper import TILE_ROWS
+from ikbo_jax.reference import jagged
 
 #: Most words of shared memory: 211 KB, and at most 1 KB for the alignment of each array.
 MOST_WORDS = 54000
@@ -365,7 +366,7 @@ def works(offsets: Offsets, settings: WorkSettings) -> Works:
     ranges = [words(x.sequences, lists.RANGE_WORDS) for x in reversed(shapes)]
     listed = (words(x.most, lists.WORK_WORDS) for x in shapes)
     queries, keys = (Work(x, words(2), y) for x, y in zip(listed, ranges, strict=True))
-    count = lists.most_blocks(offsets.sequences, offsets.result_rows, settings.key_block)
+    count = jagged.most_tiles(offsets.sequences, offsets.result_rows, settings.key_block)
     blocks = words(count, BLOCK_WORDS) if settings.has_statistics else None
     return launch_threads(
         _list,
@@ -385,7 +386,7 @@ def _static(offsets: Offsets, settings: WorkSettings) -> Launch:
     q_rows, kv_rows, max_q, max_kv = offsets.sizes
     parts, key_block = settings.parts, settings.key_block
     queries = Shape.of(offsets, TILE_ROWS, settings.query_block, is_merged=False, kv_first=1)
-    most = lists.most_blocks(offsets.sequences, offsets.result_rows, key_block)
+    most = jagged.most_tiles(offsets.sequences, offsets.result_rows, key_block)
     keys = KeyShape(
         *(offsets.kv_sequences, kv_rows * parts, q_rows, max_kv, max_q, TILE_ROWS, key_block),
         is_broadcast=False,

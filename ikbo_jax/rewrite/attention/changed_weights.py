@@ -60,13 +60,13 @@ def _changed(x: Scores, eqn: Any, operands: Any, other: Any = None, **changes: A
     return x.then(eqn, operands, stage=stage, weights=weights)
 
 
-def _by_user(x: Scores, other: Any) -> jax.Array:
+def _by_user(ctx: Context, x: Scores, other: Any) -> jax.Array:
     """Returns a factor or mask of weights as [users, keys, *heads], with 1 in place of a size."""
-    _, (other,) = x.aligned(other)
+    _, (other,) = x.aligned(ctx, other)
     base, root = base_of(other), x.root
     if not is_plain(base) or np.ndim(base) != len(x.labels):
         raise NotCovered(f"attention is not recognised: {x.stage} changed by another value")
-    if reason := logit_masks.not_by_user(x, other, (KEY, HEAD)):
+    if reason := logit_masks.not_by_user(ctx, x, other, (KEY, HEAD)):
         how = "another lookup" if reason.startswith("is not looked up") else "candidate"
         raise NotCovered(f"attention is not recognised: its weights are changed by {how}")
     wanted = [(BATCH, 0), (KEY, 0), *((HEAD, n) for n in range(len(root.heads)))]
@@ -74,7 +74,7 @@ def _by_user(x: Scores, other: Any) -> jax.Array:
 
 
 def _mask(ctx: Context, x: Scores, value: Any) -> Fill:
-    base = _by_user(x, value)
+    base = _by_user(ctx, x, value)
     kept = base if base.dtype == np.bool_ else base != 0
     return Fill(0.0, kept=kept, source=proofs.source_of_mask(ctx, value, x.labels))
 
@@ -103,11 +103,11 @@ def product(ctx: Context, eqn: Any, x: Any, y: Any) -> Any:
         if not is_mask:
             raise NotCovered("attention is not recognised: exp scaled by another value")
         return _masked_exponential(ctx, at, eqn, (x, y), other, whole)
-    at, _ = at.aligned(other)
+    at, _ = at.aligned(ctx, other)
     if whole:
         found = (*_weights_of(at).masks, _mask(ctx, at, other))
         return _changed(at, eqn, (x, y), other, masks=found)
-    factor = _by_user(at, other) != 0 if is_mask else _by_user(at, other)
+    factor = _by_user(ctx, at, other) != 0 if is_mask else _by_user(ctx, at, other)
     return _changed(at, eqn, (x, y), other, factors=(*_weights_of(at).factors, factor))
 
 
@@ -148,7 +148,7 @@ def select(ctx: Context, eqn: Any, which: Any, *cases: Any) -> Any:
         if not keeps:
             raise NotCovered("attention is not recognised: its exp are masked by a value")
         return _masked_exponential(ctx, x, eqn, operands, which, True)
-    x, _ = x.aligned(which)
+    x, _ = x.aligned(ctx, which)
     mask = _mask(ctx, x, which)
     mask = mask if keeps else Fill(0.0, kept=~mask.kept)
     weights = _weights_of(x)
@@ -305,8 +305,9 @@ def quotient(ctx: Context, eqn: Any, x: Any, y: Any) -> Any:
     number = constant(ctx, y)
     if number is not None:
         return _scaled(x, eqn, (x, y), math.nan if number == 0 else 1 / number)
-    at, _ = x.aligned(y)
-    return _changed(at, eqn, (x, y), y, factors=(*_weights_of(at).factors, 1 / _by_user(at, y)))
+    at, _ = x.aligned(ctx, y)
+    factors = (*_weights_of(at).factors, 1 / _by_user(ctx, at, y))
+    return _changed(at, eqn, (x, y), y, factors=factors)
 
 
 def _over_their_sum(x: Scores, eqn: Any, y: Scores) -> Scores:

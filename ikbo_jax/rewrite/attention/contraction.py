@@ -77,10 +77,9 @@ def _is_looked_up(x: Concat) -> bool:
 
 def _of_one_lookup(ctx: Context, lhs: Any, rhs: Any, pairs: Any) -> Sequence[Any]:
     """Gives two values one lineage, if they are looked up along a batch dimension and end alike."""
-    if type(lhs) is type(rhs) is Lazy and lhs.lineage is not rhs.lineage:
-        lhs, rhs = lineage.aligned((lhs, rhs))
-        if (lhs.axis, rhs.axis) in pairs:
-            return reselect.at_last_steps(ctx, (lhs, rhs))
+    differ = type(lhs) is type(rhs) is Lazy and lhs.lineage is not rhs.lineage
+    if differ and (lhs.axis, rhs.axis) in pairs:
+        return reselect.at_last_steps(ctx, (lhs, rhs))
     return lhs, rhs
 
 

@@ -132,13 +132,14 @@ def masked(ctx: Context, scores: Scores, mask: Any, keeps: bool, fill: Fill) -> 
         return root.masked(ctx, scores, mask, keeps, fill)
 
     def differs(x: Any) -> str:
-        return not_by_user(scores, x, (KEY,)) if isinstance(x, Lazy) else "differs by candidate"
+        reason = "differs by candidate"
+        return not_by_user(ctx, scores, x, (KEY,)) if isinstance(x, Lazy) else reason
 
     factors = masks.factors(ctx, mask, keeps) if differs(mask) else [(mask, keeps)]
     by_user = [(x, keep) for x, keep in factors if not differs(x)]
     by_row = [(x, keep, reason) for x, keep in factors if (reason := differs(x))]
     kept, lengths, seen, state = None, None, None, None
-    scores, of_users = scores.aligned(*(x for x, _ in by_user))
+    scores, of_users = scores.aligned(ctx, *(x for x, _ in by_user))
     root = scores.root
     users, keys = root.key.base.shape[:2]
     kinds = [label[0] for label in scores.labels]
@@ -174,9 +175,9 @@ def masked(ctx: Context, scores: Scores, mask: Any, keeps: bool, fill: Fill) -> 
     return dataclasses.replace(root, fills=(*root.fills, fill), mask_origins=origins)
 
 
-def not_by_user(scores: Scores, value: Any, kinds: Sequence[str]) -> str:
+def not_by_user(ctx: Context, scores: Scores, value: Any, kinds: Sequence[str]) -> str:
     """Says why a value is not one by user and dimensions of these kinds alone; "" if it is."""
-    scores, (value,) = scores.aligned(value)
+    scores, (value,) = scores.aligned(ctx, value)
     base, axis = base_of(value), value.axis if has_lineage(value) else -1
     if axis >= 0 and (value.lineage is not scores.root.lineage or scores.labels[axis][0] != BATCH):
         return "is not looked up like its keys"
@@ -229,9 +230,9 @@ def biased(
             raise NotCovered(f"attention is not recognised: biases of {bias.dtype} and {dtype}")
         root = root.biased(scores, bias, subtracts=subtracts)
         return scores.then(eqn, operands, root=root)
-    if reason := not_by_user(scores, bias, (KEY, HEAD, QUERY)):
+    if reason := not_by_user(ctx, scores, bias, (KEY, HEAD, QUERY)):
         raise NotCovered(f"attention is not recognised: a bias is added that {reason}")
-    scores, (bias,) = scores.aligned(bias)
+    scores, (bias,) = scores.aligned(ctx, bias)
     root = scores.root
     base = -base_of(bias) if subtracts else base_of(bias)
     base = grouped(base, scores.labels, [(HEAD, root.heads), (QUERY, root.queries)])

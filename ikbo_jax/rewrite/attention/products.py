@@ -161,7 +161,7 @@ def dot_general(ctx: Context, eqn: Any, lhs: Any, rhs: Any) -> Any:
         is_softmax = scores.stage == "probabilities"
         kind = block_attention.Call if is_softmax else pointwise.PointwiseCall
         return block_attention.product(ctx, eqn, scores, side, value, kind)
-    scores, (value,) = scores.aligned(value)
+    scores, (value,) = scores.aligned(ctx, value)
     weights: Weights = scores.weights if scores.stage == "weighted" else Weights(scores)
     activation, root = _activation(ctx, scores, weights.of), scores.root
     value, base = _values(eqn, scores, side, value)

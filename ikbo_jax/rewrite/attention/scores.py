@@ -20,10 +20,10 @@ from ikbo_jax.rewrite.facts import curves, proofs
 from ikbo_jax.rewrite.facts.curves import Curve
 from ikbo_jax.rewrite.facts.proofs import constant
 from ikbo_jax.rewrite.interpret import Context, shape_of
-from ikbo_jax.rewrite.rules import any_shape
+from ikbo_jax.rewrite.rules import any_shape, reselect
 from ikbo_jax.rewrite.rules.elementwise import ELEMENTWISE
 from ikbo_jax.rewrite.values import staged
-from ikbo_jax.rewrite.values.lineage import Deferred, aligned, transposed, with_nearest_rows
+from ikbo_jax.rewrite.values.lineage import Deferred, transposed
 from ikbo_jax.rewrite.values.registry import NotCovered, rule_of
 
 # Kinds of dimensions of the scores. Queries and keys share the heads; all remaining dimensions of
@@ -181,17 +181,19 @@ class Scores(Deferred):
     def build(self, ctx: Context) -> jax.Array:
         return self.run(ctx)
 
-    def aligned(self, *values: Any) -> tuple[Scores, list[Any]]:
-        """Gives the keys and values that one index looks up one lineage; see `lineage.aligned`."""
+    def aligned(self, ctx: Context, *values: Any) -> tuple[Scores, list[Any]]:
+        """Gives the keys and values that one index looks up one lineage; see `reselect.aligned`."""
         root, weights = self.root, self.weights
-        key, *found = aligned([root.key, *values])
+        key, *found = reselect.aligned(ctx, [root.key, *values])
         if key is root.key:
             return self, found
+
+        lineages = root.key.lineage, key.lineage
 
         # What is by user gets the rows that the keys get, too.
         def rows(x: Any) -> Any:
             of_users = x is not None and x.shape[0] == root.key.base.shape[0]
-            return with_nearest_rows(x, 0) if of_users else x
+            return reselect.at_rows_of(ctx, x, 0, *lineages) if of_users else x
 
         def masks(fills: Sequence[Fill]) -> tuple[Fill, ...]:
             kept = [dataclasses.replace(x, kept=rows(x.kept)) for x in fills]

@@ -10,6 +10,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.extend import core
 
@@ -128,6 +130,8 @@ def _checkpointed(ctx: Context, eqn: Any, operands: Sequence[Any]) -> list[Any]:
 
 def scan(ctx: Context, eqn: Any, *operands: Any) -> Any:
     """Rewrites a scan, whose carries keep one form in all iterations."""
+    if (found := hoisting.counted(eqn)) is not None:
+        return _counted(ctx, eqn, *found, operands)
     jaxpr, (n_consts, n_carry) = eqn.params["jaxpr"], hoisting.scan_counts(eqn.params)
     hoisted = hoisting.split(jaxpr, n_consts, eqn.params["length"])
     plain = hoisted is None and all(map(is_plain, operands)) and ctx.programs.is_plain(jaxpr)
@@ -163,6 +167,15 @@ def scan(ctx: Context, eqn: Any, *operands: Any) -> Any:
             for value in consts[:n_consts]:
                 if id(value) in trial.built:
                     ctx.materialise(eqn, value, "needed in every iteration of a scan")
+
+
+def _counted(ctx: Context, eqn: Any, whole: Any, n: int, operands: Any) -> list[Any]:
+    """Scans the numbers that a loop counts, as `lax.fori_loop` does, which take work out of it."""
+    start, aval = eqn.invars[n].val, whole.invars[-1].aval
+    numbers = jnp.asarray(np.arange(start, start + eqn.params["length"]), aval.dtype)
+    results = ctx.run_equation(whole, [*operands[:n], *operands[n + 1 :], numbers])
+    at = n - hoisting.scan_counts(eqn.params)[0]
+    return [*results[:at], numbers[-1] + 1, *results[at:]]
 
 
 def _by_pieces(
@@ -234,7 +247,8 @@ def _packed_slice(x: Any, slices: Iterator[Any]) -> Any:
     if isinstance(x, Concat):
         return Concat(tuple([_packed_slice(part, slices) for part in x.parts]), x.axis - 1)
     if is_split(x):
-        return reshaped(_packed_slice(x.inner, slices), x.groups[1:])
+        order = tuple([d - 1 for d in x.order[1:]])
+        return reshaped(_packed_slice(x.inner, slices), x.groups[1:], order)
     array = next(slices)
     if is_plain(x):
         return array

@@ -41,9 +41,9 @@ def custom_jvp(ctx: Context, eqn: Any, *operands: Any) -> Any:
     if is_simple and type(operands[0]) is Reshaped and operands[0].inner.rule is not None:
         if not _once(ctx, eqn, (eqn.invars[0].aval,), is_elementwise):
             raise NotCovered("custom_jvp of scores that is not elementwise")
-        inner, groups = operands[0].inner, operands[0].groups
+        inner, layout = operands[0].inner, operands[0].layout
         (result,) = ctx.run_equation(any_shape.at_shape_of(eqn, inner), [inner])
-        return [reshaped(result, groups)]
+        return [reshaped(result, *layout)]
     arrays, pack = unpack_all(operands)
     if not all(jnp.issubdtype(x.dtype, jnp.inexact) for x in arrays):
         raise NotCovered("custom_jvp with operands that are not floating-point numbers")

@@ -11,6 +11,7 @@ from jax import lax
 from jax.extend import core
 
 from ikbo_jax.rewrite.interpret import Context
+from ikbo_jax.rewrite.report.recorder import Recorder
 from ikbo_jax.rewrite.rules.elementwise import narrowed
 from ikbo_jax.rewrite.values import hoisting
 from ikbo_jax.rewrite.values.forms import form, widened
@@ -18,6 +19,15 @@ from ikbo_jax.rewrite.values.jaxprs import ending_its_trace, evaluate, trace
 from ikbo_jax.rewrite.values.lineage import Lazy, has_lineage, is_plain
 from ikbo_jax.rewrite.values.reshaped import is_split
 from ikbo_jax.rewrite.values.staged import is_local
+
+
+class _Copies(Recorder):
+    """Records only whether looked-up rows are copied."""
+
+    copied = False
+
+    def wrote(self, eqn: Any, value: Any, reason: str, copied: bool) -> None:
+        self.copied |= copied
 
 
 def trial(ctx: Context, fn: Callable[..., Any], arrays: Sequence[Any] = ()) -> Any:
@@ -169,9 +179,9 @@ def rows_before(
     program = trace(every, avals)
 
     def gains() -> bool:
-        inner = ctx.inner()
+        inner = ctx.inner(copies := _Copies(muted=True))
         results = inner.run_closed(program, operands, eqn)
-        copies_none = inner.scope.has_lineages() and not inner.scope.built()
+        copies_none = inner.scope.has_lineages() and not copies.copied
         return all(map(_is_of_rows, results)) or len(chosen) == len(xs) and copies_none
 
     if not trial(ctx, gains):

@@ -20,7 +20,7 @@ from ikbo_jax.rewrite.report.recorder import Recorder
 from ikbo_jax.rewrite.rules import unread, variants
 from ikbo_jax.rewrite.values.dead_code import without_dead_code
 from ikbo_jax.rewrite.values.equations import described
-from ikbo_jax.rewrite.values.jaxprs import call, evaluate, trace, with_constants_last
+from ikbo_jax.rewrite.values.jaxprs import call, evaluate, trace, with_traced_constants_last
 from ikbo_jax.rewrite.values.lineage import is_plain
 from ikbo_jax.rewrite.values.scope import ProgramCache
 
@@ -74,7 +74,7 @@ class _Original:
       repeated: identities of the programs that several of its equations call.
       draws: whether it draws random numbers without a key.
       most_rows: lookups in tables with more rows stay as they are; None without a bound.
-      leaves_unread: see `ProgramCache`.
+      leaves_unread, looks_up_alone: see `ProgramCache`.
       table_rows: numbers of rows of the tables in which lookups were found.
     """
 
@@ -83,6 +83,7 @@ class _Original:
     draws: bool
     most_rows: int | None = None
     leaves_unread: bool = True
+    looks_up_alone: bool = False
     table_rows: set[int] = dataclasses.field(default_factory=set)
 
     @classmethod
@@ -128,6 +129,7 @@ class _Original:
             ctx.programs.most_rows = self.most_rows
             ctx.programs.table_rows = self.table_rows
             ctx.programs.leaves_unread = self.leaves_unread
+            ctx.programs.looks_up_alone = self.looks_up_alone
             results = ctx.run(self.jaxpr, *self.split(inputs))
             results = [
                 _as_declared(_returned(ctx, x, eqn), v.aval)
@@ -142,13 +144,13 @@ class _Original:
         program = without_dead_code(trace(interpreted, inputs, self.jaxpr))
         if has_unread:
             unread.check(program)
+        recorder.usual = program
         return self._with_exceptions(program, inputs, exceptions) if exceptions else program
 
     def _with_exceptions(self, program: Any, inputs: Sequence[Any], count: int) -> Any:
         """Returns a program that runs the original, too, if a condition is True.
 
         The last `count` results are the conditions, which the returned program does not return.
-        `cost` counts no work of `rows_without_kept_keys`.
         """
         if program.effects:
             raise unread.RowsAreRead
@@ -244,6 +246,8 @@ def _rewritten(original: _Original, inputs: list[Any]) -> tuple[Recorder, list[A
             recorder.refusal = f"{reason}; its gradient, too, is as written, which XLA adds as fast"
             return recorder, _as_written(original, inputs, recorder)
         recorder.refusal = f"{reason}; its derivative is rewritten"
+        if chosen.takes_longer:
+            tried, differs = dataclasses.replace(original, looks_up_alone=True), True
         chosen, values = recorder, tried.closed(program.in_avals)
     layered = linear_layers.with_linear_layers(values, chosen.layer)
     is_final = layered is program and not differs
@@ -279,9 +283,8 @@ def _is_for_derivatives(program: core.Jaxpr, recorder: Recorder) -> bool:
     which it computes itself: the rewritten gradient of FiBiNET, which writes every pair of fields
     to add them by field, takes 0.54 ms instead of 0.25.
     """
-    is_cheap = not recorder.refusal or recorder.refusal.startswith(cost.LONGER)
     is_found = any(x.certain for x in recorder.broadcasts)
-    return cost.on_gpu() and is_cheap and is_found and not program.effects
+    return cost.on_gpu() and is_found and not program.effects
 
 
 #: How many tables are left out, one after another, if the rewritten program would cost more.
@@ -298,9 +301,11 @@ def _interpreted(original: _Original, inputs: list[Any]) -> tuple[_Original, Rec
             program = original.rewritten(inputs, Recorder(muted=True), differentiated=True)
             recorder.gradient_differs = False
         if recorder.changed:
-            recorder.programs = tuple(map(with_constants_last, (original.jaxpr, program)))
+            programs = original.jaxpr, recorder.usual
+            recorder.programs = tuple(map(with_traced_constants_last, programs))
             before, after = cost.decisive_costs(*recorder.programs)
             recorder.refusal = cost.refusal(after, before)
+            recorder.takes_longer = cost.takes_longer(after, before)
             recorder.gradient_is_as_written = not (
                 recorder.sums_are_narrow or program.effects
             ) and cost.saves_lookups_alone(after, before)

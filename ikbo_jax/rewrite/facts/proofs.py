@@ -310,6 +310,26 @@ def selected(ctx: Any, value: Any) -> Any:
     return value if which is None else selected(ctx, operands[1 + which])
 
 
+def unwrapped(ctx: Any, value: Any, rows: int, *, clips: bool) -> tuple[Any, bool]:
+    """Returns x of `where(x < 0, x + rows, x)`, as indexing writes it, and whether it is that.
+
+    If an index out of bounds takes the nearest row (`clips`), also x of `jnp.clip(x, 0, rows - 1)`.
+    """
+    name, _, operands = ctx.made_by(value)
+    if name in ("max", "min") and clips:
+        for y, x in itertools.permutations(operands):
+            if (bound := single(ctx, y)) is not None and (
+                bound <= 0 if name == "max" else bound >= rows - 1
+            ):
+                return unwrapped(ctx, x, rows, clips=True)[0], False
+    which, x, wrapped = operands if name == "select_n" and len(operands) == 3 else (None,) * 3
+    (test, _, compared), (added, _, sum_of) = ctx.made_by(which), ctx.made_by(wrapped)
+    if test != "lt" or added != "add" or compared[0] is not x or sum_of[0] is not x:
+        return value, False
+    is_wrapped = (constant(ctx, compared[1]), single(ctx, sum_of[1])) == (0, rows)
+    return (x, True) if is_wrapped else (value, False)
+
+
 def _cumsum(ctx: Any, operand: Any, depth: int) -> Interval | None:
     """Bounds of a running sum; sums of scattered counts, as in `jnp.repeat`, get closer bounds."""
     name, _, scattered = ctx.made_by(operand)

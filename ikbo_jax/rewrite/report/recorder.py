@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from ikbo_jax.ops import explain
-from ikbo_jax.rewrite.report.cost import program_cost
+from ikbo_jax.rewrite.report.cost import reported_costs
 from ikbo_jax.rewrite.report.report import (
     UNKNOWN,
     BothCosts,
@@ -64,9 +64,13 @@ class Recorder:
         self.gradient_differs = False
         # Whether values of the rewritten program have the original's derivative.
         self.gradient_is_as_written = False
+        # Whether the rewritten program, whose values do not run, takes longer than the original.
+        self.takes_longer = False
         self.muted = muted
         # The original and the rewritten program, without constants, which may be tracers.
         self.programs: tuple[Any, ...] = ()
+        # The rewritten program without the original, which runs for rare values of the inputs.
+        self.usual: Any = None
         self.reason = ""
         # The equations that call the program being interpreted, outermost first. If an equation was
         # traced inside a jitted library function, its line may be unknown; then the line of the
@@ -80,7 +84,7 @@ class Recorder:
         self.layers: list[str] = []
         # The outcomes of the original's lookups, by the identity of their equations.
         self._lookups: dict[int, Lookup] = {}
-        # Whether the gradient of one of these lookups is a sum of fewer than 32 bits.
+        # Whether XLA adds a lookup's gradient by a scatter that adds many narrow numbers to one.
         self.sums_are_narrow = False
 
     def list_lookups(
@@ -96,8 +100,9 @@ class Recorder:
                 what = _lookup_text(eqn)
                 reason = f"it is inside {inside}, which stays as it is"
                 self._lookups[id(eqn)] = Lookup(self.line(eqn), what, "kept", reason)
-                table: Any = eqn.invars[0].aval
-                self.sums_are_narrow |= staged.is_narrow_dtype(table.dtype)
+                table, result = (v.aval for v in (eqn.invars[0], eqn.outvars[0]))
+                if eqn.primitive.name == "gather" and staged.is_narrow_dtype(table.dtype):
+                    self.sums_are_narrow |= not lineage.is_at_least(table.size, result.size)
                 continue
             if eqn.primitive.name in explain.WITHOUT_PROGRAMS:
                 continue
@@ -195,7 +200,7 @@ class Recorder:
     def report(self) -> RewriteReport:
         changed = self.changed and not self.refusal
         broadcasts = tuple(b.freeze() for b in self.broadcasts if b.certain)
-        costs = map(program_cost, self.programs) if changed else ()
+        costs = reported_costs(*self.programs) if changed else ()
         lookups = tuple(self._lookups.values())
         if not changed:
             why = self.refusal or "nothing is gained by it"

@@ -129,7 +129,6 @@ def elementwise_to(ctx: Context, eqn: Any, shape: tuple[int, ...], operands: Any
     operands = [x if isinstance(x, Deferred) else narrowed(x) for x in operands]
     if concats := [x for x in operands if isinstance(x, Concat)]:
         return _over_parts(ctx, eqn, concats[0], shape, operands)
-    operands = lineage.aligned(operands)
     value_lineage, axis, differ = common_lineage(operands)
     if differ and all(x.axis == axis for x in operands if has_lineage(x)):
         operands = reselect.at_last_steps(ctx, operands)

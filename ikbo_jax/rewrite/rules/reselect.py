@@ -16,8 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from ikbo_jax.rewrite.facts import proofs
 from ikbo_jax.rewrite.rules import variants
-from ikbo_jax.rewrite.values import lineage
+from ikbo_jax.rewrite.values import lineage, staged
 from ikbo_jax.rewrite.values.lineage import Lazy, Lineage
 from ikbo_jax.rewrite.values.registry import NotCovered
 from ikbo_jax.rewrite.values.rows import take_rows
@@ -59,11 +60,77 @@ def _chosen(ctx: Any, users: Lineage, key: Any, batch: int, choose: Any) -> Line
     return found
 
 
+def aligned(ctx: Any, values: Sequence[Any]) -> list[Any]:
+    """Gives lookups one lineage if they are by one index, except for its numbers out of bounds.
+
+    `x[i]` counts negative numbers from the end, and `jnp.take(y, i, mode="clip")` takes row 0 for
+    them. Both get a row for every number that they tell apart.
+    """
+    values = lineage.aligned(values)
+    lineages = list(dict.fromkeys([x.lineage for x in values if lineage.has_lineage(x)]))
+    if len(lineages) < 2:
+        return values
+    numbers, rows, *_ = first = _numbers(ctx, lineages[0])
+    others = [_numbers(ctx, x) for x in lineages[1:]]
+    if numbers is None or any(x[0] is not numbers or x[1] != rows for x in others):
+        return values
+    joint, batch, users = lineages[0], lineages[0].batch, 2 * rows + 2
+    if any(x[2:] != first[2:] for x in others):
+        if not lineage.is_at_least(batch, users + 1):
+            return values
+
+        def index() -> jax.Array:
+            least = np.array(max(-rows - 1, np.iinfo(numbers.dtype).min), numbers.dtype)
+            near = lax.clamp(least, numbers, lineage.number(rows, numbers.dtype))
+            return staged.cast(near, jnp.int32) + np.int32(rows + 1)
+
+        joint = ctx.scope.lineage(("joint", numbers), users, batch, index, numbers=(numbers, rows))
+
+    def one(x: Any) -> Any:
+        if not lineage.has_lineage(x) or x.lineage is joint:
+            return x
+        base = at_rows_of(ctx, x.base, x.axis, x.lineage, joint)
+        return dataclasses.replace(x, base=base, lineage=joint)
+
+    return [ctx.scope.once(("joint", joint), [x], functools.partial(one, x)) for x in values]
+
+
+def _numbers(ctx: Any, users: Lineage) -> tuple[Any, Any, bool, int]:
+    """Returns by which numbers a lineage looks up, or None if unknown, and of how many rows.
+
+    Also whether negative numbers count from the end, and its rows with those out of bounds.
+    """
+    root, rows = users.numbers or (None, None)
+    if not isinstance(rows, int):
+        return None, rows, False, 0
+    name, eqn, operands = ctx.made_by(root)
+    whole = operands[0] if name == "reshape" else root
+    numbers, wraps = proofs.unwrapped(ctx, whole, rows, clips=users.users == rows)
+    if name == "reshape":
+        numbers = root if numbers is whole else ctx.run_equation(eqn, [numbers])[0]
+    return numbers, rows, wraps, users.users
+
+
+def at_rows_of(ctx: Any, base: jax.Array, axis: int, old: Lineage, new: Lineage) -> jax.Array:
+    """Gives a base that `old` looks up the rows that `new` looks up; see `aligned`."""
+    if new.nearest is old:
+        return lineage.with_nearest_rows(base, axis)
+    (_, rows, wraps, count), of_new = _numbers(ctx, old), _numbers(ctx, new)
+    if of_new[2:] == (wraps, count):
+        return base
+    ends = (rows, rows + 1) if count == rows + 2 else (0, rows - 1)
+    first, last = [staged.slice_in_dim(base, n, n + 1, axis=axis) for n in ends]
+    inside = staged.slice_in_dim(base, 0, rows, axis=axis)
+    negative = inside if wraps else lineage.spread(first, inside.shape)
+    return staged.concatenate([first, negative, inside, last], axis)
+
+
 def at_last_steps(ctx: Any, operands: Sequence[Any]) -> list[Any]:
     """Looks rows up whose lookups end alike, by all steps but these: then they have one lineage.
 
     So a small table that is looked up for users, and then for candidates, meets users' rows.
     """
+    operands = aligned(ctx, operands)
     of_operands = [x.lineage.steps[::-1] for x in operands if lineage.has_lineage(x)]
     alike = itertools.takewhile(lambda x: len(set(x)) == 1, zip(*of_operands, strict=False))
     last = [step for step, *_ in alike]

@@ -25,7 +25,7 @@ def reshape_to(ctx: Context, eqn: Any, x: Any, shape: tuple[int, ...]) -> Any:
     """Reshapes a value."""
     if is_plain(x):
         return staged.reshape(x, shape)
-    groups = _reshape_groups(x.shape, shape)
+    groups = groups_of(x.shape, shape)
     try:
         if isinstance(x, Concat):
             return _reshape_concat(ctx, eqn, x, shape, groups)
@@ -125,7 +125,7 @@ def _reshape_concat(ctx: Context, eqn: Any, x: Concat, shape: Any, groups: Any) 
     for part, size in zip(x.parts, x.sizes, strict=True):
         part_shape = (*shape[:axis], size * inner // length, *shape[axis + 1 :])
         if isinstance(part, Lazy):
-            part_groups = _reshape_groups(part.shape, part_shape)
+            part_groups = groups_of(part.shape, part_shape)
             parts.append(_reshape_lazy(ctx, eqn, part, part_shape, part_groups))
         else:
             parts.append(reshape_to(ctx, eqn, part, part_shape))
@@ -133,7 +133,7 @@ def _reshape_concat(ctx: Context, eqn: Any, x: Concat, shape: Any, groups: Any) 
 
 
 @functools.lru_cache(maxsize=4096)
-def _reshape_groups(before: Any, after: Any) -> list[tuple[list[int], list[int]]]:
+def groups_of(before: Any, after: Any) -> list[tuple[list[int], list[int]]]:
     """Finds the smallest groups of neighbouring dimensions with equal products."""
     if 0 in before:
         raise NotCovered("reshape of an empty value")

@@ -7,7 +7,6 @@ and its results are reshaped again.
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -27,6 +26,7 @@ class Axes:
 
     Attributes:
       groups: its groups.
+      order: see `Reshaped`.
       dims: for every group, its dimensions.
       inner: for every group, its dimensions before the reshape.
       numbers: for every dimension, the number of its group.
@@ -37,46 +37,42 @@ class Axes:
       before_shape: sizes before the reshape.
     """
 
-    def __init__(self, groups: tuple[Group, ...]) -> None:
+    def __init__(self, groups: tuple[Group, ...], order: tuple[int, ...]) -> None:
+        sizes = [n for group in groups for n in group.sizes]
+        places = inverse(order) if order else range(len(sizes))
         self.groups = groups
-        self.dims: list[range] = []
+        self.order = order
+        self.dims: list[list[int]] = []
         self.inner: list[range] = []
         after = before = 0
         for group in groups:
-            self.dims.append(range(after, after + len(group.sizes)))
+            self.dims.append([*places[after : after + len(group.sizes)]])
             self.inner.append(range(before, before + len(group.before)))
-            after, before = self.dims[-1].stop, self.inner[-1].stop
-        self.numbers = [n for n, dims in enumerate(self.dims) for _ in dims]
+            after, before = after + len(group.sizes), self.inner[-1].stop
+        of_dims = {d: n for n, dims in enumerate(self.dims) for d in dims}
+        self.numbers = [of_dims[d] for d in range(len(sizes))]
         self.special = [n for n, group in enumerate(groups) if not group.is_plain]
         self.places = [(self.dims[n], groups[n]) for n in self.special]
         self.splits = any(len(group.sizes) > 1 for group in groups)
-        self.shape = tuple([n for group in groups for n in group.sizes])
+        self.shape = tuple([sizes[d] for d in order]) if order else tuple(sizes)
         self.before_shape = tuple([n for group in groups for n in group.before])
 
     @property
-    def together(self) -> range:
+    def together(self) -> list[int]:
         """Dimensions of the only special group."""
-        (n,) = self.special
-        return self.dims[n]
+        ((dims, _),) = self.places
+        return dims
 
     def runs(self, dims: Sequence[int]) -> list[int]:
-        """Numbers the groups of dimensions, in order; NotCovered if those of a group are apart."""
-        found, rest = [], list(map(int, dims))
-        while rest:
-            n = self.numbers[rest[0]]
-            own = list(self.dims[n])
-            if rest[: len(own)] != own:
-                raise NotCovered("dimensions that look rows up together are moved apart")
-            found.append(n)
-            rest = rest[len(own) :]
+        """Numbers the groups of dimensions, in order; NotCovered if some of a group are missing."""
+        found = list(dict.fromkeys([self.numbers[d] for d in dims]))
+        if sum([len(self.dims[n]) for n in found]) != len(dims):
+            raise NotCovered("an operation along some dimensions that look rows up together")
         return found
 
     def before(self, dims: Sequence[int]) -> tuple[int, ...]:
         """Numbers dimensions as before the reshape."""
         return tuple([d for n in self.runs(dims) for d in self.inner[n]])
-
-    def chosen(self, dims: Sequence[int]) -> list[Group]:
-        return [self.groups[n] for n in self.runs(dims)]
 
     def single(self, dim: int) -> int:
         """Numbers a dimension that the reshape keeps; NotCovered for another one."""
@@ -90,35 +86,68 @@ class Axes:
 
         `name` is the primitive whose operand or result has the shape.
         """
-        last = max(self.special, default=-1)
-        groups, at = [], 0
-        for group in self.groups[: last + 1]:
-            own = tuple(shape[at : at + len(group.sizes)])
-            if own != group.sizes and not group.is_plain:
-                raise NotCovered(f"{name} of a merged value that is broadcast")
-            groups.append(Group(own, own) if group.is_plain else group)
-            at += len(own)
-        return axes_of((*groups, *plain_groups(shape[at:])))
+        for dims, group in self.places:
+            if max(dims) >= len(shape) or tuple([shape[d] for d in dims]) != group.sizes:
+                raise NotCovered(f"{name} of a part of dimensions that look rows up together")
+        return axes_at(shape, self.places)
 
     def put(self, groups: Iterable[tuple[Sequence[int], Group]]) -> Axes:
-        """Puts groups in place of dimensions; NotCovered if the dimensions of one are apart."""
-        found = {dims.start: x for dims, x in zip(self.dims, self.groups, strict=True)}
-        for dims, group in groups:
-            if list(dims) != list(range(dims[0], dims[0] + len(dims))):
-                raise NotCovered("dimensions that look rows up together are moved apart")
-            found = {d: x for d, x in found.items() if d not in dims} | {dims[0]: group}
-        return axes_of(tuple([found[d] for d in sorted(found)]))
+        """Puts groups in place of dimensions."""
+        new = [(list(dims), group) for dims, group in groups]
+        taken = {d for dims, _ in new for d in dims}
+        old = zip(self.dims, self.groups, strict=True)
+        return _sorted(new + [(dims, x) for dims, x in old if taken.isdisjoint(dims)])
 
     def at(self, shape: Sequence[int], dims: Sequence[int]) -> Axes:
         """Puts the only special group in place of dimensions of another shape."""
-        (n,) = self.special
-        return axes_of(plain_groups(shape)).put([(dims, self.groups[n])])
+        ((_, group),) = self.places
+        return axes_at(shape, [(dims, group)])
+
+    def moved(self, dims: Sequence[int]) -> Axes:
+        """Returns axes of these dimensions alone, in this order, which may lack whole groups."""
+        places = {d: n for n, d in enumerate(dims)}
+        own = self.runs(dims)
+        return _sorted([([places[d] for d in self.dims[n]], self.groups[n]) for n in own])
+
+    def beside(self, other: Axes) -> Axes:
+        """Puts the dimensions of other axes after these."""
+        count = len(self.shape)
+        after = zip(([count + d for d in dims] for dims in other.dims), other.groups, strict=True)
+        return _sorted([*zip(self.dims, self.groups, strict=True), *after])
+
+
+def inverse(order: Sequence[int]) -> list[int]:
+    """Inverts a permutation."""
+    return [order.index(d) for d in range(len(order))]
+
+
+def _sorted(places: list[tuple[list[int], Group]]) -> Axes:
+    """Returns the axes of groups that are at these dimensions."""
+    places.sort(key=lambda place: min(place[0]))
+    dims = [d for own, _ in places for d in own]
+    groups = tuple([group for _, group in places])
+    return axes_of(groups, () if dims == sorted(dims) else tuple(inverse(dims)))
+
+
+def axes_at(shape: Sequence[int], groups: Any) -> Axes:
+    """Returns the axes of a shape with groups in place of some dimensions."""
+    return axes_of(plain_groups(shape)).put(groups)
 
 
 @functools.lru_cache(maxsize=4096)
-def axes_of(groups: tuple[Group, ...]) -> Axes:
+def axes_of(groups: tuple[Group, ...], order: tuple[int, ...] = ()) -> Axes:
     """Returns the axes of these groups, which the layers of a model share."""
-    return Axes(groups)
+    return Axes(groups, order)
+
+
+def transposed(ctx: Context, eqn: Any, x: Any, order: Sequence[int]) -> Any:
+    """Transposes any value, once in every scope."""
+    order, shape = tuple(order), shape_of(x)
+    if order == tuple(range(len(order))):
+        return x
+    sizes = [shape[d] for d in order]
+    moved = equation(eqn, lax.transpose_p, [x], sizes, {"permutation": order})
+    return ctx.scope.once(("transposed", *order), [x], lambda: ctx.run_equation(moved, [x])[0])
 
 
 def equation(eqn: Any, primitive: Any, avals: Sequence[Any], out_shape: Any, params: Any) -> Any:
@@ -143,25 +172,27 @@ def to_shape(ctx: Context, eqn: Any, x: Any, shape: Sequence[int]) -> Any:
 def flattened(ctx: Context, eqn: Any, x: Any, axes: Axes) -> Any:
     """Reshapes an operand as before the reshape; its special groups may have size 1."""
     if type(x) is Reshaped:
-        if axes_of(x.groups).places == axes.places:
+        if axes_of(*x.layout).places == axes.places:
             return x.inner
         x = ctx.materialise(eqn, x, "values that are reshaped differently")
-    shape = shape_of(x)
-    if not shape:
+    if not shape_of(x):
         return x
+    x = transposed(ctx, eqn, x, inverse(axes.order)) if axes.order else x
+    shape, stop = shape_of(x), 0
     target: list[int] = []
     wide = list(shape)
-    for dims, group in zip(axes.dims, axes.groups, strict=True):
-        own_sizes = shape[dims.start : dims.stop]
+    for group in axes.groups:
+        start, stop = stop, stop + len(group.sizes)
+        own_sizes = shape[start:stop]
         if group.is_plain:
             target += own_sizes
         elif all(n == 1 for n in own_sizes):
             target += [1] * len(group.before)
         else:
             target += group.before
-            wide[dims.start : dims.stop] = group.sizes
-    target += shape[axes.dims[-1].stop :]
-    if has_lineage(x) and len(axes.groups[axes.numbers[x.axis]].before) > 1:
+            wide[start:stop] = group.sizes
+    target += shape[stop:]
+    if has_lineage(x) and len(axes.groups[axes_of(axes.groups).numbers[x.axis]].before) > 1:
         reason = "looked up by other rows than the merged value"
         return ctx.materialise(eqn, to_shape(ctx, eqn, x, target), reason)
     if tuple(wide) != shape:
@@ -189,14 +220,15 @@ def run_before(ctx: Context, eqn: Any, operands: Sequence[Any], out: Axes, **par
 
 def again(ctx: Context, eqn: Any, x: Any, axes: Axes) -> Any:
     """Reshapes a result before the reshape."""
-    if axes.splits and is_only_broadcast(x):
-        return reshape.reshape_to(ctx, eqn, x, axes.shape)
+    if axes.splits and type(x) is Lazy and x.axis not in axes.inner[axes.special[0]]:
+        wide = reshape.reshape_to(ctx, eqn, x, axes_of(axes.groups).shape)
+        return transposed(ctx, eqn, wide, axes.order) if axes.order else wide
     if is_split(x) and not axes.splits:
         return to_shape_again(ctx, eqn, x, axes.shape)
     if not axes.special:
         return x
-    result = reshaped(x, axes.groups)
-    if is_plain(x):
+    result = reshaped(x, axes.groups, axes.order)
+    if is_plain(x) and not axes.order:
         # Later equations before the reshape find the value, and the equation that made it.
         ctx.scope.once(("flat", *shape_of(x)), [result], lambda: x)
     return result
@@ -204,33 +236,19 @@ def again(ctx: Context, eqn: Any, x: Any, axes: Axes) -> Any:
 
 def to_shape_again(ctx: Context, eqn: Any, x: Reshaped, shape: tuple[int, ...]) -> Any:
     """Reshapes the value before the reshape, if a split axis stays split or is whole again."""
-    axes = axes_of(x.groups)
-    if not is_split(x):
+    axes = axes_of(*x.layout)
+    own = [d for d in axes.together if x.shape[d] != 1] if x.splits else []
+    places: dict[int, int] = {}
+    for dims, targets in reshape.groups_of(x.shape, shape) if own else ():
+        old = [d for d in dims if x.shape[d] != 1]
+        new = [d for d in targets if shape[d] != 1]
+        if len(new) == 1 and (len(old) == 1 or old == own):
+            places |= dict.fromkeys(old, new[0])
+    if not own or not places.keys() >= set(own):
+        if axes.order:
+            raise NotCovered("dimensions that are moved apart are merged by a reshape")
         return reshape.reshape_to(ctx, eqn, x.inner, shape)
-    (n,) = axes.special
-    group, before = axes.groups[n], math.prod(x.shape[: axes.together.start])
-    # The axis is where as many elements are before it.
-    for axis in range(len(shape) + 1):
-        if math.prod(shape[:axis]) != before or 0 in shape:
-            continue
-        if end := _end_of(shape, axis, group.sizes):
-            own = Group(shape[axis:end], group.before)
-            out = axes_of(plain_groups(shape)).put([(range(axis, end), own)])
-            return again(ctx, eqn, to_shape(ctx, eqn, x.inner, out.before_shape), out)
-        if axis < len(shape) and (shape[axis],) == group.before:
-            return to_shape(ctx, eqn, x.inner, shape)
-    return reshape.reshape_to(ctx, eqn, x.inner, shape)
-
-
-def _end_of(shape: tuple[int, ...], start: int, sizes: tuple[int, ...]) -> int:
-    """Finds where dimensions of these sizes end, of which some of size 1 may be left out or new.
-
-    0 if other dimensions begin at `start`, or a single one.
-    """
-    if shape[start : start + len(sizes)] == sizes:
-        return start + len(sizes)
-    wanted, end = [n for n in sizes if n != 1], start
-    while wanted and end < len(shape) and shape[end] in (1, wanted[0]):
-        wanted = wanted[shape[end] != 1 :]
-        end += 1
-    return end if not wanted and end > start + 1 else 0
+    at = list(dict.fromkeys([places[d] for d in own]))
+    group = Group(tuple([shape[d] for d in at]), axes.places[0][1].before)
+    out = axes_at(shape, [(at, group)])
+    return again(ctx, eqn, to_shape(ctx, eqn, x.inner, out.before_shape), out)

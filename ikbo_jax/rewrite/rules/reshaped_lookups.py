@@ -14,6 +14,7 @@ from ikbo_jax.rewrite.interpret import Context, at_shapes, shape_of
 from ikbo_jax.rewrite.rules import positions
 from ikbo_jax.rewrite.rules.reshaped_axes import (
     again,
+    axes_at,
     axes_of,
     equation,
     flattened,
@@ -86,14 +87,15 @@ def _gather_split(ctx: Context, eqn: Any, operand: Any, indices: Any) -> Any:
     shape, of_tables = eqn.outvars[0].aval.shape, list(map(int, numbers.operand_batching_dims))
     of_indices = list(map(int, numbers.start_indices_batching_dims))
     on, on_indices = (
-        axes_of(x.groups if is_split(x) else plain_groups(shape_of(x))) for x in (operand, indices)
+        axes_of(*x.layout) if is_split(x) else axes_of(plain_groups(shape_of(x)))
+        for x in (operand, indices)
     )
-    if on.special and on.together.start in of_tables:
+    if on.special and on.together[0] in of_tables:
         dims = [of_indices[_position(of_tables, d)] for d in on.together]
         on_indices = on.at(shape_of(indices), dims)
     elif on.special:
         whole = on.groups[on.special[0]].sizes
-        if on_indices.special or tuple(sizes[on.together.start : on.together.stop]) != whole:
+        if on_indices.special or tuple([sizes[d] for d in on.together]) != whole:
             raise NotCovered("lookup along dimensions that look rows up together")
         removed = (*numbers.collapsed_slice_dims, *of_tables)
         kept = [d for d in range(len(sizes)) if d not in removed]
@@ -108,7 +110,7 @@ def _gather_split(ctx: Context, eqn: Any, operand: Any, indices: Any) -> Any:
     if on.special:
         operand = flattened(ctx, eqn, operand, on)
     sizes = tuple(
-        sizes[dims.start] if x.is_plain or dims.start in of_tables else x.before[0]
+        sizes[dims[0]] if x.is_plain or dims[0] in of_tables else x.before[0]
         for dims, x in zip(on.dims, on.groups, strict=True)
     )
     numbers = numbers._replace(
@@ -132,15 +134,15 @@ def scatter(ctx: Context, eqn: Any, x: Any, indices: Any, updates: Any) -> Any:
     if not is_same or not (is_split(x) or is_split(updates)):
         raise NotCovered(f"{eqn.primitive.name} at looked-up positions")
     if is_split(x):
-        on = axes_of(x.groups)
+        on = axes_of(*x.layout)
         dims = [window[_position(kept, d)] for d in on.together]
         of_updates = on.at(shape_of(updates), dims)
     else:
-        of_updates = axes_of(updates.groups)
+        of_updates = axes_of(*updates.layout)
         dims = [kept[_position(window, d)] for d in of_updates.together]
         on = of_updates.at(shape_of(x), dims)
-    whole = on.groups[on.special[0]].sizes
-    if shape_of(updates)[of_updates.together.start : of_updates.together.stop] != whole:
+    whole, shape = on.groups[on.special[0]].sizes, shape_of(updates)
+    if tuple([shape[d] for d in of_updates.together]) != whole:
         raise NotCovered(f"{eqn.primitive.name} along dimensions that look rows up together")
     numbers = numbers._replace(
         update_window_dims=of_updates.before(window),
@@ -174,7 +176,7 @@ def gather_by_dimensions(ctx: Context, eqn: Any, operand: Any, indices: Any) -> 
     numbers, sizes = eqn.params["dimension_numbers"], shape_of(indices)[:-1]
     shape = eqn.outvars[0].aval.shape
     dims = [d for d in range(len(shape)) if d not in numbers.offset_dims]
-    out = axes_of((Group(sizes, (math.prod(sizes),)),)).at(shape, dims)
+    out = axes_at(shape, [(dims, Group(sizes, (math.prod(sizes),)))])
     flat = flat_indices(ctx, eqn, indices)
     numbers = numbers._replace(offset_dims=out.before(numbers.offset_dims))
     operands = [operand, flat]
@@ -182,4 +184,9 @@ def gather_by_dimensions(ctx: Context, eqn: Any, operand: Any, indices: Any) -> 
     (result,) = ctx.run_equation(inner, operands)
     if is_plain(result) and is_plain(operand):
         return ctx.bind(eqn, operand, ctx.build(indices))
+    if kept := [d for d in dims if shape[d] != 1]:
+        # Dimensions of size 1 look nothing up.
+        group = Group(tuple([shape[d] for d in kept]), (math.prod(sizes),))
+        out = axes_at(shape, [(kept, group)])
+        result = to_shape(ctx, eqn, result, out.before_shape)
     return again(ctx, eqn, result, out)

@@ -8,20 +8,18 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from ikbo_jax.rewrite.facts import known
 from ikbo_jax.rewrite.interpret import Context, at_shapes, shape_of
 from ikbo_jax.rewrite.rules import elementwise, row_rules
-from ikbo_jax.rewrite.rules.batched import dims_of, labels_of
+from ikbo_jax.rewrite.rules.batched import dims_of
 from ikbo_jax.rewrite.rules.reshaped_axes import (
     Axes,
     again,
+    axes_at,
     axes_of,
-    equation,
     flattened,
     run_before,
-    to_shape,
     to_shape_again,
 )
 from ikbo_jax.rewrite.values import staged
@@ -29,7 +27,7 @@ from ikbo_jax.rewrite.values.lineage import Concat
 from ikbo_jax.rewrite.values.registry import NotCovered, Rule
 from ikbo_jax.rewrite.values.reshaped import Group, Reshaped, is_split, plain_groups
 
-#: Computes the parameters before the reshape, and the groups of the results.
+#: Computes the parameters before the reshape, and the axes of the results.
 _Params = Callable[[Axes, Any, Any], tuple[dict[str, Any], Any]]
 
 
@@ -42,10 +40,10 @@ def _rule(params_of: _Params) -> Rule:
             eqn, operands = elementwise.with_mask(ctx, eqn, operands)
         if Concat in map(type, operands) and (found := _without_batch(ctx, eqn, operands)):
             return found[0]
-        axes = axes_of(own[0].groups)
+        axes = axes_of(*own[0].layout)
         params, out = params_of(axes, eqn, operands)
         flat = [flattened(ctx, eqn, x, axes) for x in operands]
-        return run_before(ctx, eqn, flat, axes_of(tuple(out)), **params)
+        return run_before(ctx, eqn, flat, out, **params)
 
     return rule
 
@@ -71,7 +69,7 @@ def in_place(axes: Axes, eqn: Any, operands: Any) -> Any:
     found: dict[str, Any] = {name: axes.single(eqn.params[name]) for name in names}
     if "dimensions" in eqn.params:
         found["dimensions"] = tuple(map(axes.single, eqn.params["dimensions"]))
-    return found, axes.groups
+    return found, axes
 
 
 @_rule
@@ -83,7 +81,7 @@ def reduction(axes: Axes, eqn: Any, operands: Any) -> Any:
     inner = tuple([d for n in numbers for d in axes.inner[n]])
     if eqn.primitive.name in ("argmax", "argmin") and len(inner) != 1:
         raise NotCovered(f"{eqn.primitive.name} over a merged axis")
-    return {"axes": inner}, [x for n, x in enumerate(axes.groups) if n not in numbers]
+    return {"axes": inner}, axes.moved([d for d, n in enumerate(axes.numbers) if n not in numbers])
 
 
 #: Parameters with an entry for every dimension, and the entry of a dimension that is taken whole;
@@ -110,64 +108,55 @@ def dimension_wise(axes: Axes, eqn: Any, operands: Any) -> Any:
             continue
         entries: list[Any] = []
         for dims, group in zip(axes.dims, axes.groups, strict=True):
-            own = tuple(eqn.params[name][dims.start : dims.stop])
+            own = tuple([eqn.params[name][d] for d in dims])
             whole = group.sizes if entry is None else (entry,) * len(own)
             if not group.is_plain and own != whole:
                 raise NotCovered("an operation along dimensions that look rows up together")
             before = group.before if entry is None else (entry,) * len(group.before)
             entries += own if group.is_plain else before
         found[name] = tuple(entries)
-    return found, axes.groups
+    return found, axes
 
 
 def in_rows(ctx: Context, eqn: Any, *operands: Any) -> Any:
     """Works along other dimensions, which parameters number or have an entry for."""
-    axes = axes_of(operands[0].groups)
-    for axis in row_rules.IN_ROWS[eqn.primitive.name](eqn.params, len(axes.shape)):
-        axes.single(axis)
+    axes = axes_of(*operands[0].layout)
+    along = row_rules.IN_ROWS[eqn.primitive.name](eqn.params, len(axes.shape))
+    inner, rank = [axes.single(axis) for axis in along], len(axes.before_shape)
+    if "fft_lengths" in eqn.params and inner != list(range(rank - len(inner), rank)):
+        raise NotCovered("fft along dimensions that are moved")
     has_entries = "window_dimensions" in eqn.params
     return (dimension_wise if has_entries else in_place)(ctx, eqn, *operands)
 
 
 @_rule
 def _transpose(axes: Axes, eqn: Any, operands: Any) -> Any:
-    """Transposes; the dimensions of a group stay together."""
+    """Transposes before the reshape."""
     order = eqn.params["permutation"]
-    return {"permutation": axes.before(order)}, axes.chosen(order)
+    return {"permutation": axes.before(order)}, axes.moved(order)
 
 
 def transpose(ctx: Context, eqn: Any, x: Reshaped) -> Any:
-    """Transposes; dimensions that look rows up together may be in another order, or beside ones."""
-    order, shape = list(map(int, eqn.params["permutation"])), x.shape
-    own = axes_of(x.groups).together if x.splits else range(0)
+    """Transposes; where dimensions that look rows up together change places, their rows do."""
+    order = list(map(int, eqn.params["permutation"]))
+    own = axes_of(*x.layout).together if x.splits else []
     at = [order.index(d) for d in own]
-    if at == list(range(min(at, default=0), max(at, default=-1) + 1)):
+    between = [d for d in order[min(at, default=0) : max(at, default=0)] if d not in own]
+    if at == sorted(at) or x.inner.rule is not None or any(x.shape[d] != 1 for d in between):
         return _transpose(ctx, eqn, x)
-    ones = [d for d in order[min(at) : max(at) + 1] if shape[d] == 1]
-    if ones:
-        # Without them, the other dimensions stay together.
-        kept = [d for d in range(len(shape)) if d not in ones]
-        narrow = to_shape(ctx, eqn, x, [shape[d] for d in kept])
-        params = {"permutation": tuple([kept.index(d) for d in order if d not in ones])}
-        sizes = [shape[d] for d in order if d not in ones]
-        moved = equation(eqn, lax.transpose_p, [narrow], sizes, params)
-        (result,) = ctx.run_equation(moved, [narrow])
-        return to_shape(ctx, eqn, result, eqn.outvars[0].aval.shape)
-    within = [d - own.start for d in order if d in own]
-    if within == sorted(within):
-        raise NotCovered("dimensions that look rows up together are moved apart")
+    within = [own.index(d) for d in order if d in own]
     x = _with_rows_moved(ctx, eqn, x, lambda rows: rows.transpose(within))
-    order = [own.start + within.index(d - own.start) if d in own else d for d in order]
+    order = [own[within.index(own.index(d))] if d in own else d for d in order]
     return _run_on(ctx, eqn, x, permutation=tuple(order))
 
 
 def slice_(ctx: Context, eqn: Any, x: Reshaped) -> Any:
     """Slices, also along dimensions that look rows up together."""
     cuts = known.cuts(eqn.params)
-    own = axes_of(x.groups).together
+    own = axes_of(*x.layout).together
     if all(cuts[d] == slice(0, x.shape[d], 1) for d in own):
         return dimension_wise(ctx, eqn, x)
-    x = _with_rows_moved(ctx, eqn, x, lambda rows: rows[tuple(cuts[own.start : own.stop])])
+    x = _with_rows_moved(ctx, eqn, x, lambda rows: rows[tuple([cuts[d] for d in own])])
     whole = [slice(0, x.shape[d], 1) if d in own else cut for d, cut in enumerate(cuts)]
     names = {"start_indices": "start", "limit_indices": "stop", "strides": "step"}
     params = {name: tuple([getattr(x, of) for x in whole]) for name, of in names.items()}
@@ -184,9 +173,8 @@ def _with_rows_moved(
     ctx: Context, eqn: Any, x: Reshaped, move: Callable[[np.ndarray], np.ndarray]
 ) -> Any:
     """Looks the rows of several dimensions up as `move` moves their numbers, which have these."""
-    axes = axes_of(x.groups)
-    (n,) = axes.special
-    sizes, at = axes.groups[n].sizes, axes.inner[n].start
+    axes = axes_of(*x.layout)
+    (n,), sizes = axes.special, axes.places[0][1].sizes
     if not all(isinstance(size, int) for size in sizes):
         raise NotCovered("an operation along dimensions that look rows up together")
     rows = move(np.arange(math.prod(sizes), dtype=np.int32).reshape(sizes))
@@ -196,29 +184,26 @@ def _with_rows_moved(
     key = "moved rows", rows.tobytes()
     numbers = ctx.scope.once(key, [], lambda: jnp.asarray(rows.reshape(-1)))
     like = [jax.ShapeDtypeStruct(y.shape, y.dtype) for y in (x.inner, numbers)]
-    program = jax.make_jaxpr(functools.partial(staged.gather_rows, axis=at))(*like)
+    program = jax.make_jaxpr(functools.partial(staged.gather_rows, axis=axes.inner[n].start))(*like)
     groups = (*axes.groups[:n], Group(rows.shape, (rows.size,)), *axes.groups[n + 1 :])
     (found,) = ctx.run_closed(program, [x.inner, numbers])
-    return again(ctx, eqn, found, axes_of(groups))
+    return again(ctx, eqn, found, axes_of(groups, axes.order))
 
 
 @_rule
 def stack(axes: Axes, eqn: Any, operands: Any) -> Any:
     """Concatenates along a new dimension."""
-    axis, starts = eqn.params["axis"], [dims.start for dims in axes.dims]
-    if axis not in (*starts, axes.dims[-1].stop):
-        raise NotCovered("stack between dimensions that look rows up together")
-    n = (*starts, axis).index(axis)
-    new, before = Group((len(operands),), (len(operands),)), axes.groups[:n]
-    return {"axis": len(axes_of(before).before_shape)}, [*before, new, *axes.groups[n:]]
+    axis, rank = eqn.params["axis"], len(axes.shape)
+    wide = axes.beside(axes_of(plain_groups([len(operands)])))
+    out = wide.moved([*range(axis), rank, *range(axis, rank)])
+    return {"axis": out.single(axis)}, out
 
 
 @_rule
 def unstack(axes: Axes, eqn: Any, operands: Any) -> Any:
     """Slices along another dimension, without the dimension."""
     axis = eqn.params["axis"]
-    inner, n = axes.single(axis), axes.numbers[axis]
-    return {"axis": inner}, [*axes.groups[:n], *axes.groups[n + 1 :]]
+    return {"axis": axes.single(axis)}, axes.moved([d for d in range(len(axes.shape)) if d != axis])
 
 
 @_rule
@@ -227,31 +212,30 @@ def broadcast(axes: Axes, eqn: Any, operands: Any) -> Any:
     if len(operands) > 1:
         raise NotCovered("broadcast to a dynamic shape")
     shape, dims = eqn.params["shape"], list(map(int, eqn.params["broadcast_dimensions"]))
-    targets = [[dims[d] for d in axes.dims[n]] for n in axes.special]
-    groups = [axes.groups[n] for n in axes.special]
-    if any(
-        tuple([shape[t] for t in own]) != x.sizes for own, x in zip(targets, groups, strict=True)
-    ):
+    places = [([dims[d] for d in own], group) for own, group in axes.places]
+    if any(tuple([shape[t] for t in own]) != group.sizes for own, group in places):
         raise NotCovered("broadcast of a merged axis")
-    out = axes_of(plain_groups(shape)).put(zip(targets, groups, strict=True))
-    return {"shape": out.before_shape, "broadcast_dimensions": out.before(dims)}, out.groups
+    out = axes_at(shape, places)
+    return {"shape": out.before_shape, "broadcast_dimensions": out.before(dims)}, out
 
 
-def dynamic_slice(ctx: Context, eqn: Any, x: Any, *starts: Any) -> Any:
-    """Slices along other dimensions."""
-    if not isinstance(x, Reshaped):
-        raise NotCovered("dynamic_slice at positions that are looked up")
-    axes, sizes = axes_of(x.groups), eqn.params["slice_sizes"]
-    own, operands, variables, whole = eqn.invars[1:], [x.inner], [eqn.invars[0]], []
-    for dims, group in zip(axes.dims, axes.groups, strict=True):
-        if not group.is_plain and tuple(sizes[dims.start : dims.stop]) != group.sizes:
-            raise NotCovered("dynamic_slice along dimensions that look rows up together")
-        # A start along an axis that is taken whole is clamped to 0.
-        operands.append(starts[dims.start])
-        variables.append(own[dims.start])
-        whole.append(sizes[dims.start] if group.is_plain else group.before[0])
-    inner = eqn.replace(invars=variables)
-    return run_before(ctx, inner, operands, axes, slice_sizes=tuple(whole))
+def dynamic_slice(ctx: Context, eqn: Any, x: Any, *rest: Any) -> Any:
+    """Slices, or updates a slice, along other dimensions."""
+    is_update = eqn.primitive.name == "dynamic_update_slice"
+    cut, starts = (x, *rest[:is_update]), rest[is_update:]
+    if any(isinstance(y, Reshaped) for y in starts):
+        raise NotCovered(f"{eqn.primitive.name} at positions that are looked up")
+    like = next(y for y in cut if isinstance(y, Reshaped))
+    sizes = shape_of(rest[0]) if is_update else eqn.params["slice_sizes"]
+    of_slice = axes_of(*like.layout).fitted(sizes, eqn.primitive.name)
+    axes, params = of_slice.fitted(shape_of(x), eqn.primitive.name), dict[str, Any]()
+    if not is_update:
+        params["slice_sizes"] = of_slice.before_shape
+    # A start along an axis that is taken whole is clamped to 0.
+    flat = [flattened(ctx, eqn, y, axes) for y in cut]
+    flat += [starts[dims[0]] for dims in axes.dims]
+    inner = eqn.replace(invars=eqn.invars[: len(flat)])
+    return run_before(ctx, inner, flat, axes, **params)
 
 
 def reshape_again(ctx: Context, eqn: Any, x: Reshaped) -> Any:
@@ -262,59 +246,22 @@ def reshape_again(ctx: Context, eqn: Any, x: Reshaped) -> Any:
 def dot_general(ctx: Context, eqn: Any, lhs: Any, rhs: Any) -> Any:
     """Multiplies; a group is summed or a batch dimension of both operands, or is in one of them."""
     (contract, batch), operands = dims_of(eqn), (lhs, rhs)
-    if any(is_split(x) and _ones(x) for x in operands):
-        return _dot_without_ones(ctx, eqn, operands)
     axes = [
-        axes_of(x.groups if type(x) is Reshaped else plain_groups(shape_of(x))) for x in operands
+        axes_of(*x.layout) if type(x) is Reshaped else axes_of(plain_groups(shape_of(x)))
+        for x in operands
     ]
     wanted = [_paired(axes, contract, batch, side) for side in (0, 1)]
     if all(map(is_split, operands)) and not wanted[1]:
         raise NotCovered("product of values that are looked up by different dimensions")
     full = [x.put(found) for x, found in zip(axes, wanted, strict=True)]
-    flat = [
-        flattened(ctx, eqn, x, whole) if whole.special else x
-        for x, whole in zip(operands, full, strict=True)
+    flat = [flattened(ctx, eqn, x, whole) for x, whole in zip(operands, full, strict=True)]
+    numbers = tuple(tuple(map(Axes.before, full, pair)) for pair in (contract, batch))
+    free = [
+        [d for d in range(len(x.shape)) if d not in (*contract[side], *batch[side])]
+        for side, x in enumerate(full)
     ]
-    numbers = tuple(
-        tuple(x.before(dims) for x, dims in zip(full, pair, strict=True))
-        for pair in (contract, batch)
-    )
-    out = full[0].chosen(batch[0])
-    for side, x in enumerate(full):
-        rank = len(shape_of(operands[side]))
-        out += x.chosen([d for d in range(rank) if d not in contract[side] + batch[side]])
-    return run_before(ctx, eqn, flat, axes_of(tuple(out)), dimension_numbers=numbers)
-
-
-def _ones(x: Any) -> set[int]:
-    """Finds dimensions of size 1 beside several others that look rows up together."""
-    own = axes_of(x.groups).together if is_split(x) else ()
-    ones = {d for d in own if x.shape[d] == 1}
-    return ones if len(ones) < len(own) - 1 else set()
-
-
-def _dot_without_ones(ctx: Context, eqn: Any, operands: Any) -> Any:
-    """Multiplies without dimensions of size 1 between those that look rows up together."""
-    contract, batch = dims_of(eqn)
-    names = list(map(labels_of, "lr", operands, contract, batch))
-    ones = {own[d] for x, own in zip(operands, names, strict=True) for d in _ones(x)}
-    sizes = dict(
-        zip(names[0] + names[1], shape_of(operands[0]) + shape_of(operands[1]), strict=True)
-    )
-    names = [[x for x in own if x not in ones] for own in names]
-    narrow = [
-        to_shape(ctx, eqn, x, [sizes[y] for y in own])
-        for x, own in zip(operands, names, strict=True)
-    ]
-    paired = [
-        [x for x in (f"{kind}{n}" for n in range(len(dims[0]))) if x not in ones]
-        for kind, dims in (("c", contract), ("b", batch))
-    ]
-    numbers = tuple(tuple(tuple(map(own.index, of)) for own in names) for of in paired)
-    out = [*paired[1], *(x for own in names for x in own if x[0] in "lr")]
-    inner = at_shapes(eqn, narrow, [tuple([sizes[x] for x in out])], dimension_numbers=numbers)
-    (result,) = ctx.run_equation(inner, narrow)
-    return to_shape(ctx, eqn, result, eqn.outvars[0].aval.shape)
+    out = full[0].moved([*batch[0], *free[0]]).beside(full[1].moved(free[1]))
+    return run_before(ctx, eqn, flat, out, dimension_numbers=numbers)
 
 
 def _paired(axes: list[Axes], contract: Any, batch: Any, side: int) -> list[tuple[Any, Group]]:

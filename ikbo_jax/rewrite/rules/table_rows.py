@@ -46,7 +46,8 @@ def looked_up(
     # `x[index]` takes the nearest row, but adds no gradient to it.
     drops = mode == lax.GatherScatterMode.PROMISE_IN_BOUNDS and not proven
     is_sorted = indices.shape[1:] == (1,) and eqn.params.get("indices_are_sorted", False)
-    in_bounds = functools.partial(ctx.scope.lineage, is_sorted=is_sorted)
+    by = functools.partial(ctx.scope.lineage, numbers=(root, rows) if root.ndim == 1 else None)
+    in_bounds = functools.partial(by, is_sorted=is_sorted)
     plain: Lineage | None = None
 
     def nearest() -> jax.Array:
@@ -84,7 +85,7 @@ def looked_up(
         fine = in_bounds(("used", root, column), rows, batch, nearest)
     else:
         plain = None if exact else in_bounds(("rows", root, column), rows, batch, nearest)
-        fine = ctx.scope.lineage(("outside", root, column), rows + 2, batch, outside, plain)
+        fine = by(("outside", root, column), rows + 2, batch, outside, plain)
         operand = _with_rows_outside(eqn, operand, axis, fills, drops)
     return (reselect.without_unused(operand, fine, axis) if exact else operand), fine
 

@@ -151,7 +151,7 @@ def widened(value: Any, like: Any) -> Any:
             cut = dataclasses.replace(value, shape=sizes)
             parts.append(spread(cut.base, sizes) if is_plain(part) else widened(cut, part))
         return None if any(part is None for part in parts) else Concat(tuple(parts), like.axis)
-    if isinstance(like, Reshaped) and is_only_broadcast(value):
+    if isinstance(like, Reshaped) and not like.order and is_only_broadcast(value):
         rest, shape = iter(value.base.shape), list[int]()
         for group in like.groups:
             own = [next(rest) for _ in group.sizes]

@@ -55,10 +55,38 @@ def scan_params(consts: int, carries: int, xs: int, ys: int) -> dict[str, Any]:
     return {k: v for k, v in params.items() if k not in ("jaxpr", "length", "reverse", "unroll")}
 
 
+def counted(eqn: core.JaxprEqn) -> tuple[core.JaxprEqn, int] | None:
+    """Returns a scan that scans the numbers which it counts, and the number of the counter.
+
+    None if no carry counts iterations, or if work that the counter chooses holds no product.
+    """
+    body, (consts, carries) = eqn.params["jaxpr"], scan_counts(eqn.params)
+    sums = {id(x.outvars[0]): x.invars for x in body.eqns if x.primitive is lax.add_p}
+    for n, out in enumerate(body.outvars[:carries], consts):
+        v, (x, step) = body.invars[n], sums.get(id(out), (None, None))
+        is_fixed = type(step) is type(eqn.invars[n]) is core.Literal
+        if x is v and is_fixed and step.val == 1 and is_index(v.aval):
+            break
+    else:
+        return None
+    length, at = eqn.params["length"], n - consts
+    is_other = eqn.params["reverse"] or not isinstance(length, int) or length < 2
+    if is_other or split_by_rows(body, consts, (v,)) is None:
+        return None
+    invars = [*body.invars[:n], *body.invars[n + 1 :], v]
+    outvars = [*body.outvars[:at], *body.outvars[at + 1 :]]
+    counts = consts, carries - 1, len(invars) - consts - carries + 1, len(body.outvars) - carries
+    params = {**eqn.params, **scan_params(*counts)}
+    params["jaxpr"] = body.replace(invars=invars, outvars=outvars)
+    invars = [*eqn.invars[:n], *eqn.invars[n + 1 :], core.Var(v.aval.update(shape=(length,)))]
+    outvars = [*eqn.outvars[:at], *eqn.outvars[at + 1 :]]
+    return eqn.replace(invars=invars, outvars=outvars, params=params), n
+
+
 def may_run_before(eqn: core.JaxprEqn) -> bool:
     """Whether some products of a scan on arrays may run before the loop."""
     body, (consts, carries) = eqn.params["jaxpr"], scan_counts(eqn.params)
-    if split(body, consts, eqn.params["length"]) is not None:
+    if counted(eqn) is not None or split(body, consts, eqn.params["length"]) is not None:
         return True
     scanned = tuple(body.invars[consts + carries :])
     indices = tuple([v for v in scanned if is_index(v.aval)])
@@ -185,9 +213,10 @@ def _worthwhile(invariant: list[core.JaxprEqn]) -> set[int]:
             hoisted.add(id(eqn))
             needed |= {v for v in eqn.invars if type(v) is not core.Literal}
     made = {v for eqn in invariant if id(eqn) in hoisted for v in eqn.outvars}
+    left = {v for eqn in invariant for v in eqn.outvars} - made
     for eqn in invariant:
         variables = [v for v in eqn.invars if type(v) is not core.Literal]
-        if id(eqn) in hoisted or made.isdisjoint(variables):
+        if id(eqn) in hoisted or made.isdisjoint(variables) or not left.isdisjoint(variables):
             continue
         sizes, results = (
             [getattr(v.aval, "size", 0) for v in group] for group in (variables, eqn.outvars)
@@ -195,4 +224,5 @@ def _worthwhile(invariant: list[core.JaxprEqn]) -> set[int]:
         if all(any(is_at_least(size, result) for size in sizes) for result in results):
             hoisted.add(id(eqn))
             made.update(eqn.outvars)
+            left.difference_update(eqn.outvars)
     return hoisted

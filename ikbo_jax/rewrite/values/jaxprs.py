@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax.extend import core, linear_util, source_info_util
 from jax.interpreters import partial_eval
 
@@ -72,6 +73,20 @@ def trace(
 def with_constants_last(program: core.Jaxpr) -> core.Jaxpr:
     """Turns the constants of a program into its last arguments."""
     return program.replace(constvars=[], invars=[*program.invars, *program.constvars])
+
+
+def with_traced_constants_last(program: core.Jaxpr) -> core.Jaxpr:
+    """Turns those constants of a program into its last arguments that are no arrays."""
+    tracer, array = jax.core.Tracer, (jax.Array, np.ndarray)
+    known = [isinstance(x, array) and not isinstance(x, tracer) for x in program.consts]
+    if all(known):
+        return program
+    constants = list(zip(program.constvars, program.consts, known, strict=True))
+    return program.replace(
+        constvars=[v for v, _, is_known in constants if is_known],
+        consts=[x for _, x, is_known in constants if is_known],
+        invars=[*program.invars, *[v for v, _, is_known in constants if not is_known]],
+    )
 
 
 def evaluate(

@@ -42,6 +42,7 @@ class Lineage:
       nearest: None, or if this lineage maps indices out of bounds to two appended rows, the lineage
         of the same index that maps them to the nearest rows.
       is_sorted: whether the index is known to never decrease, so that the gradient need not sort.
+      numbers: None, or by which numbers [batch] the program looks rows up, and of how many rows.
     """
 
     index: jax.Array
@@ -50,6 +51,7 @@ class Lineage:
     composed_of: tuple[Lineage, ...] = ()
     nearest: Lineage | None = None
     is_sorted: bool = False
+    numbers: tuple[Any, int] | None = None
 
     @property
     def steps(self) -> tuple[Lineage, ...]:

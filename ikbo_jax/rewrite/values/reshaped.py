@@ -4,7 +4,8 @@
 and interleaves a concatenation along positions. `x[index]` with an index [requests, slots] is
 `x[index.reshape(-1)]`, whose looked-up axis is split. A `Reshaped` keeps the value before the
 reshape, and an equation on it becomes the same equation on the value before it. A reshape back
-returns to that value.
+returns to that value. A transpose may put other dimensions between those that an axis is split
+into, as `jnp.einsum("rsnh,rsknh->rnsk", query, key[index])` puts heads between requests and slots.
 """
 
 from __future__ import annotations
@@ -43,24 +44,31 @@ class Group(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Reshaped(Deferred):
-    """Stands for `reshape(inner, shape)`, which merges dimensions or splits one.
+    """Stands for `transpose(reshape(inner, sizes), order)`: it merges dimensions or splits one.
 
     Attributes:
       inner: a deferred value.
-      groups: all dimensions, in order.
+      groups: all dimensions, in the order of the first dimension of each.
+      order: () if the dimensions of each group stand together.
+      sizes: before the transpose.
       splits: whether the reshape splits a dimension.
     """
 
     inner: Any
     groups: tuple[Group, ...]
+    order: tuple[int, ...] = ()
 
     @functools.cached_property
-    def shape(self) -> tuple[int, ...]:
+    def sizes(self) -> tuple[int, ...]:
         return tuple([n for group in self.groups for n in group.sizes])
 
     @functools.cached_property
+    def shape(self) -> tuple[int, ...]:
+        return tuple([self.sizes[d] for d in self.order]) if self.order else self.sizes
+
+    @functools.cached_property
     def splits(self) -> bool:
-        return len(self.shape) > len(self.groups)
+        return len(self.sizes) > len(self.groups)
 
     @property
     def dtype(self) -> Any:
@@ -73,10 +81,11 @@ class Reshaped(Deferred):
     @property
     def layout(self) -> tuple[Any, ...]:
         """All but the inner value that tells its form."""
-        return (self.groups,)
+        return self.groups, self.order
 
     def build(self, ctx: Any) -> jax.Array:
-        return staged.reshape(ctx.build(self.inner), self.shape)
+        array = staged.reshape(ctx.build(self.inner), self.sizes)
+        return staged.transpose(array, self.order) if self.order else array
 
     def rule(self, ctx: Any, eqn: Any, operands: Any) -> Any:
         """Runs an equation that has reshaped values among its operands.
@@ -148,11 +157,12 @@ def plain_groups(shape: Sequence[Any]) -> tuple[Group, ...]:
     return tuple([Group((n,), (n,)) for n in shape])
 
 
-def reshaped(x: Any, groups: Sequence[Group]) -> Any:
+def reshaped(x: Any, groups: Sequence[Group], order: tuple[int, ...] = ()) -> Any:
     """Merges or splits dimensions of a value; a reshaped array is computed."""
     if isinstance(x, Deferred):
-        return Reshaped(x, tuple(groups))
-    return staged.reshape(x, [n for group in groups for n in group.sizes])
+        return Reshaped(x, tuple(groups), order)
+    array = staged.reshape(x, [n for group in groups for n in group.sizes])
+    return staged.transpose(array, order) if order else array
 
 
 def split(x: Any, axis: int, sizes: tuple[int, ...]) -> Any:

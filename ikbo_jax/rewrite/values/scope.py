@@ -135,6 +135,7 @@ class Scope:
         *,
         composed_of: tuple[Lineage, ...] = (),
         is_sorted: bool = False,
+        numbers: Any = None,
     ) -> Lineage:
         """Returns the lineage with this key; the first call creates it from `make_index`.
 
@@ -148,7 +149,7 @@ class Scope:
         _, found = self.find("_lineages", full_key) or (key, None)
         if found is None:
             index = make_index()
-            found = Lineage(index, users, batch, composed_of, nearest, is_sorted)
+            found = Lineage(index, users, batch, composed_of, nearest, is_sorted, numbers)
             self._lineages[full_key] = (key, found)
         return found
 
@@ -246,6 +247,7 @@ class ProgramCache:
       table_rows: numbers of rows of the tables in which lookups were found.
       most_rows: lookups in tables with more rows stay as they are; None without a bound.
       has_constraints: whether the sharding of a deferred value is constrained.
+      looks_up_alone: whether numbers that are looked up become arrays at once.
       leaves_unread: whether rows may differ from the original's that no result seems to depend on.
       unread: whether there are such rows.
       exceptions: conditions on which the original must run.
@@ -257,6 +259,7 @@ class ProgramCache:
         self.table_rows: set[int] = set()
         self.most_rows: int | None = None
         self.has_constraints = False
+        self.looks_up_alone = False
         self.leaves_unread = False
         self.unread = False
         self.exceptions: list[Any] = []
