@@ -144,7 +144,9 @@ class _Original:
         program = without_dead_code(trace(interpreted, inputs, self.jaxpr))
         if has_unread:
             unread.check(program)
-        recorder.usual = program
+        if recorder.changed:
+            # Without the original, which runs for rare values of the inputs.
+            recorder.programs = tuple(map(with_traced_constants_last, (self.jaxpr, program)))
         return self._with_exceptions(program, inputs, exceptions) if exceptions else program
 
     def _with_exceptions(self, program: Any, inputs: Sequence[Any], count: int) -> Any:
@@ -301,14 +303,12 @@ def _interpreted(original: _Original, inputs: list[Any]) -> tuple[_Original, Rec
             program = original.rewritten(inputs, Recorder(muted=True), differentiated=True)
             recorder.gradient_differs = False
         if recorder.changed:
-            programs = original.jaxpr, recorder.usual
-            recorder.programs = tuple(map(with_traced_constants_last, programs))
             before, after = cost.decisive_costs(*recorder.programs)
             recorder.refusal = cost.refusal(after, before)
-            recorder.takes_longer = cost.takes_longer(after, before)
+            recorder.takes_longer = bool(recorder.refusal) and cost.takes_longer(after, before)
             recorder.gradient_is_as_written = not (
                 recorder.sums_are_narrow or program.effects
-            ) and cost.saves_lookups_alone(after, before)
+            ) and cost.saves_lookups_alone(after, before, recorder.has_gathers)
     except unread.RowsAreRead:
         return _interpreted(dataclasses.replace(original, leaves_unread=False), inputs)
     except ImportError:

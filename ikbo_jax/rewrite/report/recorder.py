@@ -69,8 +69,6 @@ class Recorder:
         self.muted = muted
         # The original and the rewritten program, without constants, which may be tracers.
         self.programs: tuple[Any, ...] = ()
-        # The rewritten program without the original, which runs for rare values of the inputs.
-        self.usual: Any = None
         self.reason = ""
         # The equations that call the program being interpreted, outermost first. If an equation was
         # traced inside a jitted library function, its line may be unknown; then the line of the
@@ -84,8 +82,8 @@ class Recorder:
         self.layers: list[str] = []
         # The outcomes of the original's lookups, by the identity of their equations.
         self._lookups: dict[int, Lookup] = {}
-        # Whether XLA adds a lookup's gradient by a scatter that adds many narrow numbers to one.
-        self.sums_are_narrow = False
+        # Whether XLA adds gradients of lookups by scatters; by one that adds many narrow numbers.
+        self.has_gathers = self.sums_are_narrow = False
 
     def list_lookups(
         self, program: Any, inside: str = "the function", seen: set[int] | None = None
@@ -100,9 +98,13 @@ class Recorder:
                 what = _lookup_text(eqn)
                 reason = f"it is inside {inside}, which stays as it is"
                 self._lookups[id(eqn)] = Lookup(self.line(eqn), what, "kept", reason)
-                table, result = (v.aval for v in (eqn.invars[0], eqn.outvars[0]))
-                if eqn.primitive.name == "gather" and staged.is_narrow_dtype(table.dtype):
-                    self.sums_are_narrow |= not lineage.is_at_least(table.size, result.size)
+                table: Any = eqn.invars[0].aval
+                result: Any = eqn.outvars[0].aval
+                if eqn.primitive.name == "gather":
+                    self.has_gathers = True
+                    self.sums_are_narrow |= staged.is_narrow_dtype(
+                        table.dtype
+                    ) and not lineage.is_at_least(table.size, result.size)
                 continue
             if eqn.primitive.name in explain.WITHOUT_PROGRAMS:
                 continue

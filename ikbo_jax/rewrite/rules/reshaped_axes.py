@@ -172,7 +172,7 @@ def to_shape(ctx: Context, eqn: Any, x: Any, shape: Sequence[int]) -> Any:
 def flattened(ctx: Context, eqn: Any, x: Any, axes: Axes) -> Any:
     """Reshapes an operand as before the reshape; its special groups may have size 1."""
     if type(x) is Reshaped:
-        if axes_of(*x.layout).places == axes.places:
+        if axes_of(x.groups, x.order).places == axes.places:
             return x.inner
         x = ctx.materialise(eqn, x, "values that are reshaped differently")
     if not shape_of(x):
@@ -236,7 +236,7 @@ def again(ctx: Context, eqn: Any, x: Any, axes: Axes) -> Any:
 
 def to_shape_again(ctx: Context, eqn: Any, x: Reshaped, shape: tuple[int, ...]) -> Any:
     """Reshapes the value before the reshape, if a split axis stays split or is whole again."""
-    axes = axes_of(*x.layout)
+    axes = axes_of(x.groups, x.order)
     own = [d for d in axes.together if x.shape[d] != 1] if x.splits else []
     places: dict[int, int] = {}
     for dims, targets in reshape.groups_of(x.shape, shape) if own else ():

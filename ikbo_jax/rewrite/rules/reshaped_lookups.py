@@ -87,7 +87,7 @@ def _gather_split(ctx: Context, eqn: Any, operand: Any, indices: Any) -> Any:
     shape, of_tables = eqn.outvars[0].aval.shape, list(map(int, numbers.operand_batching_dims))
     of_indices = list(map(int, numbers.start_indices_batching_dims))
     on, on_indices = (
-        axes_of(*x.layout) if is_split(x) else axes_of(plain_groups(shape_of(x)))
+        axes_of(x.groups, x.order) if is_split(x) else axes_of(plain_groups(shape_of(x)))
         for x in (operand, indices)
     )
     if on.special and on.together[0] in of_tables:
@@ -134,11 +134,11 @@ def scatter(ctx: Context, eqn: Any, x: Any, indices: Any, updates: Any) -> Any:
     if not is_same or not (is_split(x) or is_split(updates)):
         raise NotCovered(f"{eqn.primitive.name} at looked-up positions")
     if is_split(x):
-        on = axes_of(*x.layout)
+        on = axes_of(x.groups, x.order)
         dims = [window[_position(kept, d)] for d in on.together]
         of_updates = on.at(shape_of(updates), dims)
     else:
-        of_updates = axes_of(*updates.layout)
+        of_updates = axes_of(updates.groups, updates.order)
         dims = [kept[_position(window, d)] for d in of_updates.together]
         on = of_updates.at(shape_of(x), dims)
     whole, shape = on.groups[on.special[0]].sizes, shape_of(updates)

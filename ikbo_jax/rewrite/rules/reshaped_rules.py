@@ -40,7 +40,7 @@ def _rule(params_of: _Params) -> Rule:
             eqn, operands = elementwise.with_mask(ctx, eqn, operands)
         if Concat in map(type, operands) and (found := _without_batch(ctx, eqn, operands)):
             return found[0]
-        axes = axes_of(*own[0].layout)
+        axes = axes_of(own[0].groups, own[0].order)
         params, out = params_of(axes, eqn, operands)
         flat = [flattened(ctx, eqn, x, axes) for x in operands]
         return run_before(ctx, eqn, flat, out, **params)
@@ -120,7 +120,7 @@ def dimension_wise(axes: Axes, eqn: Any, operands: Any) -> Any:
 
 def in_rows(ctx: Context, eqn: Any, *operands: Any) -> Any:
     """Works along other dimensions, which parameters number or have an entry for."""
-    axes = axes_of(*operands[0].layout)
+    axes = axes_of(operands[0].groups, operands[0].order)
     along = row_rules.IN_ROWS[eqn.primitive.name](eqn.params, len(axes.shape))
     inner, rank = [axes.single(axis) for axis in along], len(axes.before_shape)
     if "fft_lengths" in eqn.params and inner != list(range(rank - len(inner), rank)):
@@ -139,7 +139,7 @@ def _transpose(axes: Axes, eqn: Any, operands: Any) -> Any:
 def transpose(ctx: Context, eqn: Any, x: Reshaped) -> Any:
     """Transposes; where dimensions that look rows up together change places, their rows do."""
     order = list(map(int, eqn.params["permutation"]))
-    own = axes_of(*x.layout).together if x.splits else []
+    own = axes_of(x.groups, x.order).together if x.splits else []
     at = [order.index(d) for d in own]
     between = [d for d in order[min(at, default=0) : max(at, default=0)] if d not in own]
     if at == sorted(at) or x.inner.rule is not None or any(x.shape[d] != 1 for d in between):
@@ -153,7 +153,7 @@ def transpose(ctx: Context, eqn: Any, x: Reshaped) -> Any:
 def slice_(ctx: Context, eqn: Any, x: Reshaped) -> Any:
     """Slices, also along dimensions that look rows up together."""
     cuts = known.cuts(eqn.params)
-    own = axes_of(*x.layout).together
+    own = axes_of(x.groups, x.order).together
     if all(cuts[d] == slice(0, x.shape[d], 1) for d in own):
         return dimension_wise(ctx, eqn, x)
     x = _with_rows_moved(ctx, eqn, x, lambda rows: rows[tuple([cuts[d] for d in own])])
@@ -173,7 +173,7 @@ def _with_rows_moved(
     ctx: Context, eqn: Any, x: Reshaped, move: Callable[[np.ndarray], np.ndarray]
 ) -> Any:
     """Looks the rows of several dimensions up as `move` moves their numbers, which have these."""
-    axes = axes_of(*x.layout)
+    axes = axes_of(x.groups, x.order)
     (n,), sizes = axes.special, axes.places[0][1].sizes
     if not all(isinstance(size, int) for size in sizes):
         raise NotCovered("an operation along dimensions that look rows up together")
@@ -227,7 +227,7 @@ def dynamic_slice(ctx: Context, eqn: Any, x: Any, *rest: Any) -> Any:
         raise NotCovered(f"{eqn.primitive.name} at positions that are looked up")
     like = next(y for y in cut if isinstance(y, Reshaped))
     sizes = shape_of(rest[0]) if is_update else eqn.params["slice_sizes"]
-    of_slice = axes_of(*like.layout).fitted(sizes, eqn.primitive.name)
+    of_slice = axes_of(like.groups, like.order).fitted(sizes, eqn.primitive.name)
     axes, params = of_slice.fitted(shape_of(x), eqn.primitive.name), dict[str, Any]()
     if not is_update:
         params["slice_sizes"] = of_slice.before_shape
@@ -247,7 +247,7 @@ def dot_general(ctx: Context, eqn: Any, lhs: Any, rhs: Any) -> Any:
     """Multiplies; a group is summed or a batch dimension of both operands, or is in one of them."""
     (contract, batch), operands = dims_of(eqn), (lhs, rhs)
     axes = [
-        axes_of(*x.layout) if type(x) is Reshaped else axes_of(plain_groups(shape_of(x)))
+        axes_of(x.groups, x.order) if type(x) is Reshaped else axes_of(plain_groups(shape_of(x)))
         for x in operands
     ]
     wanted = [_paired(axes, contract, batch, side) for side in (0, 1)]

@@ -50,7 +50,6 @@ class Reshaped(Deferred):
       inner: a deferred value.
       groups: all dimensions, in the order of the first dimension of each.
       order: () if the dimensions of each group stand together.
-      sizes: before the transpose.
       splits: whether the reshape splits a dimension.
     """
 
@@ -59,16 +58,13 @@ class Reshaped(Deferred):
     order: tuple[int, ...] = ()
 
     @functools.cached_property
-    def sizes(self) -> tuple[int, ...]:
-        return tuple([n for group in self.groups for n in group.sizes])
-
-    @functools.cached_property
     def shape(self) -> tuple[int, ...]:
-        return tuple([self.sizes[d] for d in self.order]) if self.order else self.sizes
+        sizes = [n for group in self.groups for n in group.sizes]
+        return tuple([sizes[d] for d in self.order] if self.order else sizes)
 
     @functools.cached_property
     def splits(self) -> bool:
-        return len(self.sizes) > len(self.groups)
+        return len(self.shape) > len(self.groups)
 
     @property
     def dtype(self) -> Any:
@@ -84,7 +80,8 @@ class Reshaped(Deferred):
         return self.groups, self.order
 
     def build(self, ctx: Any) -> jax.Array:
-        array = staged.reshape(ctx.build(self.inner), self.sizes)
+        sizes = [n for group in self.groups for n in group.sizes]
+        array = staged.reshape(ctx.build(self.inner), sizes)
         return staged.transpose(array, self.order) if self.order else array
 
     def rule(self, ctx: Any, eqn: Any, operands: Any) -> Any:
