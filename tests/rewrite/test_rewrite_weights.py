@@ -118,6 +118,7 @@ AS_WRITTEN = (
     "over(softmax(finite) * age, 1e-9)",
     # A number that is added to a sum that is not known.
     "over(shifted(x) * M, 1e-3)",
+    "over(shifted(x) * M, 1e-9)",
     "over(shifted(finite), 0.5)",
     "over_at_least(shifted(jnp.where(M, x, 5.0)) * M, 0.5)",
     "over(other * over(guarded(infinite), 1e-9), 0.5)",
