@@ -100,7 +100,7 @@ def check_function(caller: str, fn: Any) -> None:
 def check_array(name: str, array: object, axes: str, like: tuple[str, Any] | None = None) -> None:
     """Raises ValueError unless `array` has the rank of `axes`, e.g. "[M, K]", and a known dtype.
 
-    The dtype must be that of `like`, another array and its name, if given.
+    With `like`, the name of another array and this array, both must have one dtype.
     """
     shape, dtype = getattr(array, "shape", None), getattr(array, "dtype", None)
     # A `PaddedWeight` has a shape and a dtype, but no values to index.

@@ -303,7 +303,7 @@ def _interpreted(original: _Original, inputs: list[Any]) -> tuple[_Original, Rec
             program = original.rewritten(inputs, Recorder(muted=True), differentiated=True)
             recorder.gradient_differs = False
         if recorder.changed:
-            before, after = cost.decisive_costs(*recorder.programs)
+            before, after = cost.decisive_costs(*recorder.programs, known=recorder.counted)
             recorder.refusal = cost.refusal(after, before)
             recorder.takes_longer = bool(recorder.refusal) and cost.takes_longer(after, before)
             recorder.gradient_is_as_written = not (

@@ -5,8 +5,7 @@ from typing import Any
 
 from jax.extend import core
 
-from ikbo_jax.ops import explain
-from ikbo_jax.ops.explain import Counts
+from ikbo_jax.ops.explain import Counts, counted_by_xla
 from ikbo_jax.rewrite.report.products import steps_of
 from ikbo_jax.rewrite.values.jaxprs import inner_programs
 
@@ -20,7 +19,7 @@ def counts(program: core.Jaxpr, known: dict[Any, Any]) -> tuple[Counts, Counts]:
     key = "counts", id(program)
     if key not in known:
         others = [_other_steps(x, known) for x in _scans(program)]
-        once = explain.counted_by_xla(core.jaxpr_as_fun(program), *program.in_avals)
+        once = counted_by_xla(core.jaxpr_as_fun(program), *program.in_avals)
         known[key] = Counts(*map(sum, zip(once, *others, strict=True))), once
     found: tuple[Counts, Counts] = known[key]
     return found

@@ -158,19 +158,20 @@ def program_cost(program: Any) -> Cost:
     return Cost(*_counted(program, {}).sums)
 
 
-def reported_costs(original: Any, rewritten: Any) -> list[Cost]:
+def reported_costs(original: Any, rewritten: Any, *, known: dict[Any, Any]) -> list[Cost]:
     """Computes the costs of two programs for the report: on a CPU, as XLA counts them."""
-    return _costs_by_xla(original, rewritten) or [program_cost(x) for x in (original, rewritten)]
+    programs = original, rewritten
+    return _costs_by_xla(programs, known) or [program_cost(x) for x in programs]
 
 
-def decisive_costs(original: Any, rewritten: Any) -> list[Cost]:
+def decisive_costs(original: Any, rewritten: Any, *, known: dict[Any, Any]) -> list[Cost]:
     """Computes the costs that decide which of two programs runs, at each trace.
 
     On a CPU, most rewritten programs save so much, or are so small, that the kernels of a GPU
     decide, which take a hundredth of the time of a compilation to count.
     """
     costs = [program_cost(x) for x in (original, rewritten)]
-    if not _is_clear(*costs) and (by_xla := _costs_by_xla(original, rewritten)):
+    if not _is_clear(*costs) and (by_xla := _costs_by_xla((original, rewritten), known)):
         # XLA's path of an op computes groups of candidates that are padded; useful FLOPs decide.
         return [x._replace(nbytes=y.nbytes) for x, y in zip(costs, by_xla, strict=True)]
     return costs
@@ -189,9 +190,8 @@ def _is_clear(old: Cost, new: Cost) -> bool:
     )
 
 
-def _costs_by_xla(*programs: Any) -> list[Cost]:
+def _costs_by_xla(programs: Sequence[Any], known: dict[Any, Any]) -> list[Cost]:
     """Returns what XLA counts of programs for a CPU; [] on a GPU, or if it cannot compile them."""
-    known: dict[Any, Any] = {}
     try:
         return [] if on_gpu() else [Cost(*compiled.counts(x, known)[0]) for x in programs]
     except Exception:

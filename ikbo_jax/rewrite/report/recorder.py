@@ -67,8 +67,9 @@ class Recorder:
         # Whether the rewritten program, whose values do not run, takes longer than the original.
         self.takes_longer = False
         self.muted = muted
-        # The original and the rewritten program, without constants, which may be tracers.
+        # The original and the rewritten program, without tracers, and what XLA counted of them.
         self.programs: tuple[Any, ...] = ()
+        self.counted: dict[Any, Any] = {}
         self.reason = ""
         # The equations that call the program being interpreted, outermost first. If an equation was
         # traced inside a jitted library function, its line may be unknown; then the line of the
@@ -202,7 +203,7 @@ class Recorder:
     def report(self) -> RewriteReport:
         changed = self.changed and not self.refusal
         broadcasts = tuple(b.freeze() for b in self.broadcasts if b.certain)
-        costs = reported_costs(*self.programs) if changed else ()
+        costs = reported_costs(*self.programs, known=self.counted) if changed else ()
         lookups = tuple(self._lookups.values())
         if not changed:
             why = self.refusal or "nothing is gained by it"
