@@ -17,14 +17,43 @@ def layouts(*names: str) -> tuple[str, ...]:
 
 
 _STEPS = ("tests/rewrite/test_rewrite_lookalikes.py::test_every_step_from_every_source[repeat]",)
+_SPLIT = "tests/rewrite/test_rewrite_split.py::"
 LAYOUT_MUTANTS = (
     # Layouts.
     Mutant(
-        "an interleaved concatenation flattened by parts",
-        "rules/reshape.py",
-        "if any(x.shape[d] != 1 for d in dims if d < x.axis):",
+        "dimensions of an index change places without their rows",
+        "rules/reshaped_rules.py",
+        "lambda rows: rows.transpose(within)",
+        "lambda rows: rows.reshape([rows.shape[d] for d in within])",
+        (f"{_SPLIT}test_every_spelling_of_an_index_of_two_dimensions_is_found[vmap_of_slots]",),
+    ),
+    Mutant(
+        "reshapes of other dimensions taken for the same",
+        "rules/reshaped_axes.py",
+        "if axes_of(x.groups, x.order).places == axes.places:",
+        "if True:",
+        (f"{_SPLIT}test_rows_of_an_index_beside_its_transposed_rows",),
+    ),
+    Mutant(
+        "numbers out of bounds count alike",
+        "rules/reselect.py",
+        "if any(x[2:] != first[2:] for x in others):",
         "if False:",
-        layouts("features_concatenated_by_field_and_flattened"),
+        (f"{_SPLIT}test_heads_between_requests_and_slots_of_numbers_out_of_bounds[softmax-take]",),
+    ),
+    Mutant(
+        "a counter by twos counts by ones",
+        "values/hoisting.py",
+        "is_fixed and step.val == 1 and",
+        "is_fixed and",
+        (f"{_SPLIT}test_counters_of_loops[2-False]",),
+    ),
+    Mutant(
+        "a counter counts down in a reversed loop",
+        "values/hoisting.py",
+        'is_other = eqn.params["reverse"] or not',
+        "is_other = not",
+        (f"{_SPLIT}test_counters_of_loops[1-True]",),
     ),
     Mutant(
         "a difference multiplied as a sum",

@@ -323,9 +323,7 @@ MUTANTS = (
         "attention/contraction.py",
         "wide = jnp.float32 if dtype in _HALF else None",
         "wide = None",
-        (
-            "tests/rewrite/test_rewrite_seen.py::test_gradients_of_a_user_with_many_candidates_are_summed_in_f32",
-        ),
+        ("tests/rewrite/test_rewrite_seen.py::test_products_by_parts_are_added_in_f32",),
     ),
     Mutant(
         "precision of attention dropped",

@@ -21,6 +21,7 @@ from lookalikes import (
     looked_up,
     lookup,
 )
+from rewrite_basics import share_saved
 from rounding_rule import Case, assert_same
 
 import ikbo_jax as ikbo
@@ -127,6 +128,21 @@ def test_gradients_of_a_user_with_many_candidates_are_summed_in_f32(dtype: str) 
         )
         # Of the compression, both columns of the weight sum two features.
         np.testing.assert_array_equal(of_w.astype(np.float32).reshape(-1)[:2], [width * many] * 2)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_products_by_parts_are_added_in_f32(dtype: str) -> None:
+    """Most of what a user adds is subtracted for the candidate."""
+    users, cands = jnp.full((2, 64), 3, dtype), jnp.ones((256, 64), dtype)
+    of_user = jnp.ones((64, 8), dtype).at[0].set(1 + 2**-7)
+    w = jnp.concatenate([of_user, jnp.full((64, 8), -2 - 63 / 64, dtype)])
+
+    def concatenated(users, cands, w):
+        return jnp.concatenate([users[jnp.arange(256) // 128], cands], 1) @ w
+
+    assert share_saved(concatenated, users, cands, w) > 0.4
+    out = ikbo.rewrite(concatenated)(users, cands, w)
+    np.testing.assert_array_equal(out.astype(np.float32), np.full((256, 8), 1 + 3 / 128))
 
 
 # 11: what drawn programs did beyond those that every run draws.

@@ -212,3 +212,27 @@ def test_heads_between_requests_and_slots_of_numbers_out_of_bounds(name: str, va
     args = normal(U, S, 2, 4), 3 * INDEX - 5, normal(R, T, 2, 4)
     assert f"-> {'gdpa' if name == 'activation' else 'attention'}" in report_of(fn, *args).details
     check_values_and_gradients(fn, *args, bound=3e-5)
+
+
+def test_rows_of_an_index_beside_its_transposed_rows() -> None:
+    """Both have other dimensions between those of the index, which is square."""
+
+    def fn(user: Any, index: Any) -> Any:
+        rows = jnp.tanh(user.reshape(U, -1) @ W)[index].reshape(R, R, 3, 4)
+        return rows.transpose(0, 2, 1, 3) + rows.transpose(1, 2, 0, 3)
+
+    check_values_and_gradients(fn, USER, INDEX[:, :R])
+
+
+@pytest.mark.parametrize(("step", "reverse"), [(2, False), (1, True)])
+def test_counters_of_loops(step: int, reverse: bool) -> None:
+    """A loop counts by twos, or counts up while it takes candidates from the last one on."""
+
+    def fn(user: Any, index: Any, cand: Any) -> Any:
+        def one(carry: Any, cand: Any) -> Any:
+            r, total = carry
+            return (r + step, total + jnp.tanh(user[index[r]] @ W) @ W2 * cand), None
+
+        return lax.scan(one, (0, jnp.zeros((T, D))), cand[: R // 2], reverse=reverse)[0][1]
+
+    check_values_and_gradients(fn, USER, INDEX, CAND)
