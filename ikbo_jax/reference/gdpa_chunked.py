@@ -114,7 +114,7 @@ def make_tilings(arrays: Arrays, settings: Settings, blocks: Blocking | None) ->
     blocks = blocks or blocking(arrays, settings)
     batch, batch_kv = num_sequences(arrays), cu_kv.shape[0] - 1
     number = jnp.zeros_like(cu_kv, shape=batch) + jnp.arange(batch, dtype=jnp.int32)
-    kv_of = number if q_to_kv is None else jnp.clip(q_to_kv, 0, batch_kv - 1)
+    kv_of = None if q_to_kv is None else jnp.clip(q_to_kv, 0, batch_kv - 1)
     if settings.broadcast_q:
         length = jnp.full_like(number, query.shape[0])
         sequences = jagged.Sequences(jnp.zeros_like(number), number * length, length, kv_of)
@@ -126,9 +126,8 @@ def make_tilings(arrays: Arrays, settings: Settings, blocks: Blocking | None) ->
     most = jagged.most_tiles(batch, out_shape(arrays, settings)[0], blocks.q_rows, longest[0])
     q = jagged.tile(sequences, batch_kv, blocks.q_rows, blocks.q_tiles, most)
     start, length = jagged.bounds(cu_kv, key.shape[0], settings.max_seqlen_kv)
-    kv_number = jnp.zeros_like(start) + jnp.arange(batch_kv, dtype=jnp.int32)
     most = jagged.most_tiles(batch_kv, key.shape[0], blocks.kv_rows, longest[1])
-    sequences = jagged.Sequences(start, start, length, kv_number)
+    sequences = jagged.Sequences(start, start, length, None)
     kv = jagged.tile(sequences, batch_kv, blocks.kv_rows, blocks.kv_tiles, most)
     most_q, most_kv = (
         x if x is None else -(-x // t.size) for x, t in zip(longest, (q, kv), strict=True)

@@ -263,7 +263,8 @@ def test_no_sum_is_scattered(name: str) -> None:
     d_out = problems_gdpa.cotangent(arrays, settings)
     traced = jax.make_jaxpr(lambda *x: ours.__wrapped__(x[0], settings, x[1]))(arrays, d_out)
     found = [(e.primitive.name, e.outvars[0].aval.dtype) for e in every_equation(traced)]
-    assert ("scatter-add", jnp.int32) in found
+    # Tiles are counted where sequences of queries may have any sequence of keys.
+    assert (("scatter-add", jnp.int32) in found) == (name == "pma_indexed")
     assert ("scatter", jnp.float32) in found
     assert ("scatter-add", jnp.float32) not in found
 
