@@ -114,7 +114,7 @@ def make_tilings(arrays: Arrays, settings: Settings, blocks: Blocking | None) ->
     blocks = blocks or blocking(arrays, settings)
     batch, batch_kv = num_sequences(arrays), cu_kv.shape[0] - 1
     number = jnp.zeros_like(cu_kv, shape=batch) + jnp.arange(batch, dtype=jnp.int32)
-    kv_of = number if q_to_kv is None else jnp.clip(q_to_kv, 0, batch_kv - 1)
+    kv_of = None if q_to_kv is None else jnp.clip(q_to_kv, 0, batch_kv - 1)
     if settings.broadcast_q:
         length = jnp.full_like(number, query.shape[0])
         sequences = jagged.Sequences(jnp.zeros_like(number), number * length, length, kv_of)
@@ -126,9 +126,8 @@ def make_tilings(arrays: Arrays, settings: Settings, blocks: Blocking | None) ->
     most = jagged.most_tiles(batch, out_shape(arrays, settings)[0], blocks.q_rows, longest[0])
     q = jagged.tile(sequences, batch_kv, blocks.q_rows, blocks.q_tiles, most)
     start, length = jagged.bounds(cu_kv, key.shape[0], settings.max_seqlen_kv)
-    kv_number = jnp.zeros_like(start) + jnp.arange(batch_kv, dtype=jnp.int32)
     most = jagged.most_tiles(batch_kv, key.shape[0], blocks.kv_rows, longest[1])
-    sequences = jagged.Sequences(start, start, length, kv_number)
+    sequences = jagged.Sequences(start, start, length, None)
     kv = jagged.tile(sequences, batch_kv, blocks.kv_rows, blocks.kv_tiles, most)
     most_q, most_kv = (
         x if x is None else -(-x // t.size) for x, t in zip(longest, (q, kv), strict=True)
@@ -150,6 +149,7 @@ def chunked(
       softmax. Sums are f32; weights are rounded to the values' dtype for the product with them. f32
       products follow `jax.default_matmul_precision`.
     """
+    arrays, settings, place = by_keys(arrays, settings)
     tilings = make_tilings(arrays, settings, blocks)
     kv_heads = arrays.key.shape[1]
     shape = out_shape(arrays, settings)
@@ -182,7 +182,40 @@ def chunked(
         return (jagged.scatter(out, tiles, result), lse), None
 
     (out, lse), _ = jax.lax.scan(step, (out, lse), jagged.steps(tilings.q))
-    return out, lse
+    return (out, lse) if place is None else jax.tree.map(lambda x: x[place], (out, lse))
+
+
+def by_keys(arrays: Arrays, settings: Settings) -> tuple[Arrays, Settings, jax.Array | None]:
+    """Joins short sequences of queries that see the same keys: sorts rows by these keys.
+
+    Candidates have one row each. Their tiles would have one row, and each would copy a user's keys.
+
+    Returns:
+      The arguments with one sequence of queries for each sequence of keys, and the places of the
+      rows among the sorted ones; or the given ones and None.
+    """
+    query, batch, batch_kv = arrays.query, num_sequences(arrays), arrays.cu_seqlens_kv.shape[0] - 1
+    rows, joined_rows = (_mean(query.shape[0], n) for n in (batch, batch_kv))
+    is_known = isinstance(rows, int) and isinstance(joined_rows, int)
+    if arrays.q_to_kv is None or arrays.cu_seqlens_q is None or not is_known:
+        return arrays, settings, None
+    if not rows < min(MIN_ROWS, joined_rows):
+        return arrays, settings, None
+    start, length = jagged.bounds(arrays.cu_seqlens_q, query.shape[0], settings.max_seqlen_q)
+    row = jnp.arange(query.shape[0], dtype=jnp.int32)
+    sequence = jnp.maximum(jagged.search_right(start, row) - 1, 0)
+    is_in = (row >= start[sequence]) & (row < (start + length)[sequence])
+    # Rows of no sequence are sorted behind all others.
+    kv = jnp.where(is_in, jnp.clip(arrays.q_to_kv[sequence], 0, batch_kv - 1), batch_kv)
+    order = jnp.argsort(kv, stable=True)
+    joined = arrays._replace(
+        query=query[order],
+        cu_seqlens_q=jagged.search_right(kv[order], jnp.arange(-1, batch_kv, dtype=jnp.int32)),
+        q_to_kv=None,
+        intervals=None if arrays.intervals is None else arrays.intervals[order],
+    )
+    place = jnp.zeros_like(order).at[order].set(row, unique_indices=True)
+    return joined, settings._replace(max_seqlen_q=None), place
 
 
 def for_tiles(

@@ -16,13 +16,13 @@ class Sequences(NamedTuple):
     """Positions of sequences: [batch] int32 each.
 
     `target`, the first row that is written, differs from `source` for broadcast queries; the
-    key-value sequence `kv` must exist.
+    key-value sequence `kv` must exist. If it is None, it is each sequence's own number.
     """
 
     source: jax.Array
     target: jax.Array
     length: jax.Array
-    kv: jax.Array
+    kv: jax.Array | None
 
 
 class Tiles(NamedTuple):
@@ -82,19 +82,25 @@ def most_tiles(batch: int, total: int, size: int, max_seqlen: int | None = None)
 
 def tile(sequences: Sequences, batch_kv: int, size: int, per_step: int, most: int) -> Tiling:
     """Cuts `sequences` into at most `most` tiles of at most `size` rows."""
-    order = jnp.argsort(sequences.kv, stable=True)
-    source, target, length, kv = (array[order] for array in sequences)
+    source, target, length, kv = sequences
+    if kv is not None:
+        order = jnp.argsort(kv, stable=True)
+        source, target, length, kv = (array[order] for array in (source, target, length, kv))
     tiles_of = -(-length // size)
     end = jnp.cumsum(tiles_of)
     all_steps = -(-most // per_step)
     count = (max(all_steps, 1) if isinstance(most, int) else all_steps) * per_step
     number = jnp.arange(count, dtype=jnp.int32)
-    sequence = jnp.clip(search_right(end, number), 0, kv.size - 1)
+    sequence = jnp.clip(search_right(end, number), 0, length.size - 1)
     start = (number - (end - tiles_of)[sequence]) * size
     rows = jnp.clip(length[sequence] - start, 0, size)
-    counts = jnp.zeros_like(kv, shape=batch_kv + 1).at[kv + 1].add(tiles_of)
-    tiles = Tiles(source[sequence] + start, target[sequence] + start, rows, kv[sequence], start)
-    return Tiling(tiles, jnp.cumsum(counts), size, per_step)
+    if kv is None:
+        of_tiles, first = sequence, jnp.concatenate([jnp.zeros_like(end, shape=1), end])
+    else:
+        counts = jnp.zeros_like(kv, shape=batch_kv + 1).at[kv + 1].add(tiles_of)
+        of_tiles, first = kv[sequence], jnp.cumsum(counts)
+    tiles = Tiles(source[sequence] + start, target[sequence] + start, rows, of_tiles, start)
+    return Tiling(tiles, first, size, per_step)
 
 
 def steps(tiling: Tiling) -> Tiles:
