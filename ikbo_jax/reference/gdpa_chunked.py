@@ -2,8 +2,9 @@
 
 For the definition see `gdpa`. Sequences are cut into tiles (see `jagged`). A step takes a few tiles
 of queries (or of keys), and loops over the tiles of keys (or of queries) that share their key-value
-sequence; so scores and copies of rows exist for one step at a time. Only the device knows the
-lengths of these loops, so they have no reverse mode, and `gdpa_chunked_vjp` is written by hand.
+sequence; so scores and copies of rows exist for one step at a time. Rows of short sequences of
+queries that see the same keys share tiles. Only the device knows the lengths of these loops, so
+they have no reverse mode, and `gdpa_chunked_vjp` is written by hand.
 
 Source: the chunked softmax follows Milakov and Gimelshein, "Online normalizer calculation for
 softmax", 2018.
