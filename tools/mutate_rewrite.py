@@ -118,6 +118,8 @@ def main() -> int:
     options = parser.parse_args()
     mutants = (*MUTANTS, *GRADIENT_MUTANTS, *LAYOUT_MUTANTS, *CHOICE_MUTANTS)
     chosen = [m for m in mutants if not options.words or any(w in m.name for w in options.words)]
+    if not chosen:
+        parser.error(f"no mutant's name contains {' or '.join(options.words)}")
 
     def applies(mutant: Mutant) -> tuple[bool, str]:
         problem = check(mutant, ROOT)

@@ -198,9 +198,8 @@ def by_keys(arrays: Arrays, settings: Settings) -> tuple[Arrays, Settings, jax.A
     query, batch, batch_kv = arrays.query, num_sequences(arrays), arrays.cu_seqlens_kv.shape[0] - 1
     rows, joined_rows = (_mean(query.shape[0], n) for n in (batch, batch_kv))
     is_known = isinstance(rows, int) and isinstance(joined_rows, int)
-    if arrays.q_to_kv is None or arrays.cu_seqlens_q is None or not is_known:
-        return arrays, settings, None
-    if not rows < min(MIN_ROWS, joined_rows):
+    is_short = is_known and rows < min(MIN_ROWS, joined_rows)
+    if arrays.q_to_kv is None or arrays.cu_seqlens_q is None or not is_short:
         return arrays, settings, None
     start, length = jagged.bounds(arrays.cu_seqlens_q, query.shape[0], settings.max_seqlen_q)
     row = jnp.arange(query.shape[0], dtype=jnp.int32)

@@ -100,6 +100,8 @@ CONCATENATIONS = [
     "jnp.einsum('mk,bkn->bmn', r, jnp.concatenate([jnp.take(e, j, axis=0), e[i][:, :2]], 1))",
     "jnp.einsum('mk,bkn->bmn', r, jnp.concatenate([e[j], jnp.take(e, j, axis=0)[:, :2]], 1))",
     "jnp.take(u, j, axis=0) + u[j]",
+    "u[jnp.clip(j, 0, len(u) - 1)] * jnp.take(jnp.sin(u), j, axis=0, mode='clip')",
+    "u[jnp.clip(j, 0, len(u) - 2)] * jnp.take(jnp.sin(u), j, axis=0, mode='clip')",
     "jnp.take(u, j, axis=0) * u[i] + c",
 ]
 

@@ -29,6 +29,12 @@ def batch_and_positions_merged(user_fields, cand_fields, index, w_tower):
     return jax.nn.relu(x.reshape(B * F, D) @ w_tower).reshape(B, F, -1)
 
 
+@layout("user_fields cand_fields index w_tower", 0.61)
+def fields_unstacked(user_fields, cand_fields, index, w_tower):
+    x = jnp.concatenate([user_fields[index], cand_fields], axis=1)
+    return sum(n * jnp.tanh(field @ w_tower) for n, field in enumerate(jnp.unstack(x, axis=1)))
+
+
 # Ids that are concatenated, stacked or flattened before the table.
 
 

@@ -258,14 +258,7 @@ def lineage_of(x: Any) -> Lineage | None:
 def at_users(x: Any, users: Lineage, axis: int = 0) -> Any:
     """Returns the array at user batch along `axis`; None if the value differs by candidate."""
     if isinstance(x, Concat):
-        parts = [at_users(part, users, axis) for part in x.parts]
-        if any(part is None for part in parts) or x.axis == axis:
-            return None
-        before, after = slice(x.axis), slice(x.axis + 1, None)
-        shapes = [
-            (*p.shape[before], n, *p.shape[after]) for p, n in zip(parts, x.sizes, strict=True)
-        ]
-        return lineage.joined(list(map(lineage.spread, parts, shapes)), x.axis)
+        return None
     if lineage.has_lineage(x):
         return x.base if x.lineage is users and x.axis == axis else None
     array = lineage.base_of(x)

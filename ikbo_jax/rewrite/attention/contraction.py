@@ -150,10 +150,8 @@ def _of_concat(ctx: Context, eqn: Any, lhs: Any, rhs: Any) -> Any:
         if compressed is not None:
             return compressed
         joined = _joined(ctx, eqn, whole)
-        if lineage.is_plain(joined):
-            return multiplied(joined, other)
         if joined is not whole:
-            whole, groups = joined, _groups(ctx, joined, other, other_axis)
+            return multiplied(joined, other)
     return _sum_of_products(ctx, eqn, left, groups)
 
 
@@ -163,7 +161,7 @@ _MOVED = 5
 
 
 def _joined(ctx: Context, eqn: Any, whole: Concat) -> Any:
-    """Materialises the parts of a concatenation whose products alone would move more bytes.
+    """Materialises a concatenation if products of its parts would move more bytes.
 
     A product by parts looks its result up at candidate batch, once for every index.
     """
@@ -172,28 +170,16 @@ def _joined(ctx: Context, eqn: Any, whole: Concat) -> Any:
     looked_up = wide * math.prod(out.aval.shape)
     if cost.on_gpu() and not _pays(whole, out.aval, looked_up):
         return ctx.materialise(eqn, whole, "looked up for one product: its parts take more kernels")
-    moved: dict[Any, int] = {}
-    for part in whole.parts:
-        if lineage.has_lineage(part):
-            key = (part.lineage, part.axis)
-            moved[key] = moved.get(key, 0) + _MOVED * lineage.bytes_of(part.shape, part.dtype)
-    costly = {key for key, size in moved.items() if not lineage.is_at_least(size, looked_up)}
+    rows = [part for part in whole.parts if lineage.has_lineage(part)]
     rest = [part for part in whole.parts if lineage.is_plain(part)]
+    moved = _MOVED * sum(lineage.bytes_of(part.shape, part.dtype) for part in rows)
     # If only one array remains, no concatenation copies it.
     spared = 2 * lineage.bytes_of(rest[0].shape, rest[0].dtype) if len(rest) == 1 else 0
-    total = sum(moved.values()) + spared
-    if not costly or lineage.is_at_least(total, len(moved) * looked_up):
+    lookups = len({(part.lineage, part.axis) for part in rows})
+    if lineage.is_at_least(moved + spared, lookups * looked_up):
         return whole
     reason = "looked up for one product: products by parts would move more bytes"
-    if costly == set(moved) and not any(isinstance(x, Lazy) and not x.lineage for x in whole.parts):
-        return ctx.materialise(eqn, whole, reason)
-    parts = [
-        ctx.materialise(eqn, x, reason)
-        if lineage.has_lineage(x) and (x.lineage, x.axis) in costly
-        else x
-        for x in whole.parts
-    ]
-    return Concat(tuple(parts), whole.axis)
+    return ctx.materialise(eqn, whole, reason)
 
 
 def _pays(whole: Concat, out: Any, looked_up: int) -> bool:

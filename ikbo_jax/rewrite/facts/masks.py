@@ -377,17 +377,7 @@ def _direction(ctx: Any, x: Any, dim: int | None, depth: int) -> int | None:
         steps = np.diff(np.broadcast_to(number, shape_of(x)).astype(np.float64), axis=dim)
         return 1 if (steps >= 0).all() else -1 if (steps <= 0).all() else None
     name, eqn, operands = ctx.made_by(x)
-    if not depth or name not in (*_MOVES, "add", "convert_element_type", "sub"):
+    if not depth or name not in _MOVES or len(operands) != 1:
         return None
-    if name in _MOVES:
-        source = _moved_dim(eqn, dim) if len(operands) == 1 else -1
-        return None if source == -1 else _direction(ctx, operands[0], source, depth - 1)
-    if np.dtype(x.dtype).kind in "iub" and proofs.interval(ctx, x) is None:
-        # Integers that the dtype cannot hold would wrap around.
-        return None
-    found = [_direction(ctx, z, dim, depth - 1) for z in operands]
-    if None in found:
-        return None
-    sign = -1 if name == "sub" else 1
-    first, second = found[0], sign * (found[1] if len(found) > 1 else 0)  # type: ignore[operator]
-    return first or second if first is not None and first * second >= 0 else None
+    source = _moved_dim(eqn, dim)
+    return None if source == -1 else _direction(ctx, operands[0], source, depth - 1)

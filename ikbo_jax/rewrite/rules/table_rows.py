@@ -153,18 +153,11 @@ def _takes_every_row(root: Any, column: int, rows: int) -> bool:
 
 def _fill_row(eqn: Any, operand: Any, axis: int) -> jax.Array:
     """Returns the row with which a gather fills an index out of bounds."""
-    dtype, fill = operand.dtype, eqn.params["fill_value"]
+    dtype = operand.dtype
     if jax.dtypes.issubdtype(dtype, jax.dtypes.extended):
         raise NotCovered(f"lookup that fills rows out of bounds, of {dtype}")
-    if fill is None and jnp.issubdtype(dtype, jnp.inexact):
-        fill = jnp.nan
-    elif fill is None and dtype == jnp.bool_:
-        fill = True
-    elif fill is None:
-        limits = jnp.iinfo(dtype)
-        fill = limits.min if jnp.issubdtype(dtype, jnp.signedinteger) else limits.max
     shape = base_of(operand).shape
-    return lax.full((*shape[:axis], 1, *shape[axis + 1 :]), fill, dtype)
+    return lax.full((*shape[:axis], 1, *shape[axis + 1 :]), eqn.params["fill_value"], dtype)
 
 
 def column_of(ctx: Context, indices: Any, column: int) -> tuple[Any, int]:
