@@ -304,7 +304,8 @@ def _interpreted(original: _Original, inputs: list[Any]) -> tuple[_Original, Rec
             recorder.gradient_differs = False
         if recorder.changed:
             before, after = cost.decisive_costs(*recorder.programs, known=recorder.counted)
-            recorder.refusal = cost.refusal(after, before)
+            new = cost.with_reductions(after, recorder.programs[1])
+            recorder.refusal = cost.refusal(new, before)
             recorder.takes_longer = bool(recorder.refusal) and cost.takes_longer(after, before)
             recorder.gradient_is_as_written = not (
                 recorder.sums_are_narrow or program.effects
