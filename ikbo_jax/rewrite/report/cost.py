@@ -125,8 +125,9 @@ def refusal(new: Cost, old: Cost) -> str:
 def with_reductions(new: Cost, rewritten: Any) -> Cost:
     """Adds what a GPU's reductions of a rewritten program cost in kernels that concatenate.
 
-    Those of originals are among the bytes that they read: PNN's are as fast as estimated. No
-    derivative has such kernels: FiBiNET's is 7.5 times as fast, where its values take 2.4 times.
+    Those of originals are among the bytes that they read: PNN's are as fast as estimated. Nor do
+    they decide about a derivative: FiBiNET's in bfloat16 takes 0.13 of the original's time, its
+    values 2.4 times as long (H200).
     """
     return new._replace(nbytes=new.nbytes + bytes_of_reductions(rewritten)) if on_gpu() else new
 
