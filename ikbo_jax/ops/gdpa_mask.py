@@ -101,13 +101,10 @@ def _rows(sizes: tuple[int, int], settings: Settings, cu_q: Any, cu_kv: Any, q_t
         sequence, inside = row // q_rows, row % q_rows
         q_length: Any = q_rows
     else:
-        row = jnp.arange(q_rows, dtype=jnp.int32)
         start, lengths = jagged.bounds(cu_q, q_rows, settings.max_seqlen_q)
-        # Of sequences that start at one row, the last one alone can have rows.
-        sequence = jnp.maximum(jagged.search_right(start, row) - 1, 0)
-        inside, q_length = row - start[sequence], lengths[sequence]
-    length = kv_length[sequence]
-    is_row = (inside >= 0) & (inside < q_length)
+        sequence, inside = jagged.places(start, lengths, q_rows)
+        q_length = lengths[sequence]
+    length, is_row = kv_length[sequence], inside >= 0
     return Rows(
         jnp.where(is_row, length - q_length + inside, -1), jnp.where(is_row, length, 0), sequence
     )

@@ -114,9 +114,9 @@ def make_tilings(arrays: Arrays, settings: Settings, blocks: Blocking | None) ->
     query, key, _, cu_q, cu_kv, q_to_kv, intervals, *_ = arrays
     blocks = blocks or blocking(arrays, settings)
     batch, batch_kv = num_sequences(arrays), cu_kv.shape[0] - 1
-    number = jnp.zeros_like(cu_kv, shape=batch) + jnp.arange(batch, dtype=jnp.int32)
     kv_of = None if q_to_kv is None else jnp.clip(q_to_kv, 0, batch_kv - 1)
     if settings.broadcast_q:
+        number = jnp.zeros_like(cu_kv, shape=batch) + jnp.arange(batch, dtype=jnp.int32)
         length = jnp.full_like(number, query.shape[0])
         sequences = jagged.Sequences(jnp.zeros_like(number), number * length, length, kv_of)
     else:
@@ -150,7 +150,7 @@ def chunked(
       softmax. Sums are f32; weights are rounded to the values' dtype for the product with them. f32
       products follow `jax.default_matmul_precision`.
     """
-    arrays, settings, place = by_keys(arrays, settings)
+    arrays, settings, order = by_keys(arrays, settings)
     tilings = make_tilings(arrays, settings, blocks)
     kv_heads = arrays.key.shape[1]
     shape = out_shape(arrays, settings)
@@ -183,7 +183,10 @@ def chunked(
         return (jagged.scatter(out, tiles, result), lse), None
 
     (out, lse), _ = jax.lax.scan(step, (out, lse), jagged.steps(tilings.q))
-    return (out, lse) if place is None else jax.tree.map(lambda x: x[place], (out, lse))
+    if order is None:
+        return out, lse
+    place = jagged.inverse(order)
+    return out[place], None if lse is None else lse[place]
 
 
 def by_keys(arrays: Arrays, settings: Settings) -> tuple[Arrays, Settings, jax.Array | None]:
@@ -192,8 +195,8 @@ def by_keys(arrays: Arrays, settings: Settings) -> tuple[Arrays, Settings, jax.A
     Candidates have one row each. Their tiles would have one row, and each would copy a user's keys.
 
     Returns:
-      The arguments with one sequence of queries for each sequence of keys, and the places of the
-      rows among the sorted ones; or the given ones and None.
+      The arguments with one sequence of queries for each sequence of keys, and the numbers of the
+      rows in their new order; or the given ones and None.
     """
     query, batch, batch_kv = arrays.query, num_sequences(arrays), arrays.cu_seqlens_kv.shape[0] - 1
     rows, joined_rows = (_mean(query.shape[0], n) for n in (batch, batch_kv))
@@ -202,11 +205,9 @@ def by_keys(arrays: Arrays, settings: Settings) -> tuple[Arrays, Settings, jax.A
     if arrays.q_to_kv is None or arrays.cu_seqlens_q is None or not is_short:
         return arrays, settings, None
     start, length = jagged.bounds(arrays.cu_seqlens_q, query.shape[0], settings.max_seqlen_q)
-    row = jnp.arange(query.shape[0], dtype=jnp.int32)
-    sequence = jnp.maximum(jagged.search_right(start, row) - 1, 0)
-    is_in = (row >= start[sequence]) & (row < (start + length)[sequence])
+    sequence, place = jagged.places(start, length, query.shape[0])
     # Rows of no sequence are sorted behind all others.
-    kv = jnp.where(is_in, jnp.clip(arrays.q_to_kv[sequence], 0, batch_kv - 1), batch_kv)
+    kv = jnp.where(place < 0, batch_kv, jnp.clip(arrays.q_to_kv[sequence], 0, batch_kv - 1))
     order = jnp.argsort(kv, stable=True)
     joined = arrays._replace(
         query=query[order],
@@ -214,8 +215,7 @@ def by_keys(arrays: Arrays, settings: Settings) -> tuple[Arrays, Settings, jax.A
         q_to_kv=None,
         intervals=None if arrays.intervals is None else arrays.intervals[order],
     )
-    place = jnp.zeros_like(order).at[order].set(row, unique_indices=True)
-    return joined, settings._replace(max_seqlen_q=None), place
+    return joined, settings._replace(max_seqlen_q=None), order
 
 
 def for_tiles(

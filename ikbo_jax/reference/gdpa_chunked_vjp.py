@@ -39,9 +39,9 @@ def chunked_vjp(
       Gradients of query, key and value in their shapes and dtypes, each summed in f32 and rounded
       once.
     """
-    arrays, settings, place = gdpa_chunked.by_keys(arrays, settings)
-    if place is not None:
-        d_out = jnp.zeros_like(d_out).at[place].set(d_out, unique_indices=True)
+    arrays, settings, order = gdpa_chunked.by_keys(arrays, settings)
+    if order is not None:
+        d_out = d_out[order]
     tilings = gdpa_chunked.make_tilings(arrays, settings, blocks)
     query, key, value = arrays[:3]
     if arrays.q_to_kv is not None:  # several sequences of queries may share a sequence of keys
@@ -58,7 +58,9 @@ def chunked_vjp(
     for_keys = functools.partial(steps.for_keys, row_sums)
     start = (jnp.zeros_like(key, dtype), jnp.zeros_like(value, dtype))
     (d_key, d_value), _ = jax.lax.scan(for_keys, start, jagged.steps(tilings.kv))
-    return d_query if place is None else d_query[place], d_key, d_value
+    if order is not None:
+        d_query = d_query[jagged.inverse(order)]
+    return d_query, d_key, d_value
 
 
 class _GradientSteps(NamedTuple):

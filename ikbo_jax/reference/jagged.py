@@ -70,6 +70,24 @@ def bounds(
     return offsets[:-1], length
 
 
+def places(start: jax.Array, length: jax.Array, rows: int) -> tuple[jax.Array, jax.Array]:
+    """Finds every row's sequence, and its place there; -1 if the row is in no sequence.
+
+    `start` and `length` are those that `bounds` returns, of an array of `rows`.
+    """
+    row = jnp.arange(rows, dtype=jnp.int32)
+    # Of sequences that start at one row, the last one alone can have rows.
+    sequence = jnp.maximum(search_right(start, row) - 1, 0)
+    place = row - start[sequence]
+    return sequence, jnp.where((place >= 0) & (place < length[sequence]), place, -1)
+
+
+def inverse(order: jax.Array) -> jax.Array:
+    """Inverts a permutation: `x[order][inverse(order)]` is x."""
+    number = jnp.arange(order.shape[0], dtype=jnp.int32)
+    return jnp.zeros_like(number).at[order].set(number, unique_indices=True)
+
+
 def most_tiles(batch: int, total: int, size: int, max_seqlen: int | None = None) -> int:
     """Bounds the tiles of any offsets: each sequence's last tile may have one row."""
     if not (isinstance(batch, int) and isinstance(total, int)):  # symbolic: a bound without min
@@ -82,10 +100,10 @@ def most_tiles(batch: int, total: int, size: int, max_seqlen: int | None = None)
 
 def tile(sequences: Sequences, batch_kv: int, size: int, per_step: int, most: int) -> Tiling:
     """Cuts `sequences` into at most `most` tiles of at most `size` rows."""
+    if sequences.kv is not None:
+        order = jnp.argsort(sequences.kv, stable=True)
+        sequences = jax.tree.map(lambda x: x[order], sequences)
     source, target, length, kv = sequences
-    if kv is not None:
-        order = jnp.argsort(kv, stable=True)
-        source, target, length, kv = (array[order] for array in (source, target, length, kv))
     tiles_of = -(-length // size)
     end = jnp.cumsum(tiles_of)
     all_steps = -(-most // per_step)

@@ -30,6 +30,7 @@ from ikbo_jax.pallas.hopper.row_vectors import Rows
 from ikbo_jax.pallas.worklist.scan import running_sums
 from ikbo_jax.problems import memory
 from ikbo_jax.problems.hopper import WARPGROUP_SIZE
+from ikbo_jax.reference import jagged
 
 #: Warpgroups of a CTA.
 WARPGROUPS = 4
@@ -121,9 +122,7 @@ def ordered(
     else:
         user = jnp.clip(index, 0, users - 1)
         order = jnp.argsort(user).astype(jnp.int32)
-        number = jnp.arange(index.shape[0], dtype=jnp.int32)
-        position = jnp.zeros_like(number).at[order].set(number, unique_indices=True)
-        found = Order(None, user[order], order, position if has_position else None)
+        found = Order(None, user[order], order, jagged.inverse(order) if has_position else None)
     if query is not None and found.query is None:
         found = found._replace(query=query[found.order])
     return found

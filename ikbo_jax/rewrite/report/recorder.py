@@ -67,7 +67,7 @@ class Recorder:
         # Whether the rewritten program, whose values do not run, takes longer than the original.
         self.takes_longer = False
         self.muted = muted
-        # The original and the rewritten program, without tracers, and what XLA counted of them.
+        # The original and the rewritten program, which hold no tracers. What XLA counted of them.
         self.programs: tuple[Any, ...] = ()
         self.counted: dict[Any, Any] = {}
         self.reason = ""
