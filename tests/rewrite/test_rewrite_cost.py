@@ -229,7 +229,7 @@ def test_on_a_gpu_a_product_with_vectors_looks_up_for_itself(monkeypatch) -> Non
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("model", sorted(MODELS.keys() - {"dien", "transformer", "xdeepfm"}))
 def test_the_report_is_what_xla_counts(model, dtype) -> None:
-    """Without models of loops, of which XLA counts one step, and xDeepFM, which one XLA refuses."""
+    """XLA counts one step of a loop, and one version of it does not compile xDeepFM: left out."""
     program = Program(model, SIZES, dtype)
     args, programs = program.shapes, (program.scores, ikbo.rewrite(program.scores))
     (report,) = ikbo.explain(programs[1], *args).notes

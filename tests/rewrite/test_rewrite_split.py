@@ -215,7 +215,7 @@ def test_heads_between_requests_and_slots_of_numbers_out_of_bounds(name: str, va
 
 
 def test_rows_of_an_index_beside_its_transposed_rows() -> None:
-    """Both have other dimensions between those of the index, which is square."""
+    """The index is square. Another dimension stands between its two."""
 
     def fn(user: Any, index: Any) -> Any:
         rows = jnp.tanh(user.reshape(U, -1) @ W)[index].reshape(R, R, 3, 4)
