@@ -13,6 +13,7 @@ from ikbo_jax.rewrite.rules import (
     concatenation,
     elementwise,
     one_hot,
+    reductions,
     reshape,
     reshaped_lookups,
     reshaped_rules,
@@ -29,7 +30,7 @@ SCATTERS = ("scatter", "scatter-add", "scatter-max", "scatter-min", "scatter-mul
 LAZY: dict[str, Rule] = {
     # Rows by themselves.
     **dict.fromkeys(elementwise.ELEMENTWISE, elementwise.elementwise),
-    **dict.fromkeys(elementwise.REDUCTIONS, elementwise.reduction),
+    **dict.fromkeys(reductions.REDUCTIONS, reductions.reduction),
     "call_hi_primitive": row_rules.hi_primitive,
     "conv_general_dilated": row_rules.convolution,
     "dot_general": contraction.dot_general,
@@ -93,7 +94,7 @@ ON_SOME_ARRAYS: dict[str, Callable[..., bool]] = {
 #: The rules of values whose looked-up or concatenated axis a reshape merges or splits.
 RESHAPED: dict[str, Rule] = {
     **dict.fromkeys((*elementwise.ELEMENTWISE, "concatenate"), reshaped_rules.in_place),
-    **dict.fromkeys(elementwise.REDUCTIONS, reshaped_rules.reduction),
+    **dict.fromkeys(reductions.REDUCTIONS, reshaped_rules.reduction),
     "broadcast_in_dim": reshaped_rules.broadcast,
     "dot_general": reshaped_rules.dot_general,
     "gather": reshaped_lookups.gather,

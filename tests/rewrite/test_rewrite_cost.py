@@ -1,5 +1,6 @@
 """A rewritten program never costs more than its original: DCN-V2, and the model of costs itself."""
 
+import contextlib
 import functools
 
 import jax
@@ -191,24 +192,28 @@ def test_on_a_gpu_selected_features_have_a_price() -> None:
     assert repeated == 4 * (8 * 4 * 16 + 8 * 16) + 3 * 8 * 16 * 16
 
 
-def test_on_a_gpu_reductions_that_are_concatenated_have_a_price() -> None:
-    program = Program("fibinet", 1, "bfloat16")
-    with ikbo.export_target("H200"):
-        (report,) = ikbo.explain(ikbo.rewrite(program.scores), *program.shapes).notes
-    # Took 2.4 of the original's time, and its gradient 0.13.
-    assert "it would take as long on a GPU" in report.reason
-    assert "its derivative is rewritten" in report.reason
+@pytest.mark.parametrize(
+    ("axis", "shape", "target", "barriers"),
+    [
+        (-1, (1024, 64, 64), "H200", 1),
+        (-1, (1024, 63, 64), "H200", 0),
+        (-2, (1024, 64, 64), "H200", 0),
+        (-1, (1024, 64, 64), None, 0),
+    ],
+)
+def test_on_a_gpu_many_rows_are_reduced_before_they_are_concatenated(
+    monkeypatch, axis, shape, target, barriers
+) -> None:
+    monkeypatch.setattr(cost, "refusal", lambda *_: "")
 
-    def nbytes(fn, *shape):
-        traced = jax.make_jaxpr(fn)(jax.ShapeDtypeStruct(shape, "bfloat16"))
-        return cost.bytes_of_reductions(traced)
+    def scores(users, candidates, i):
+        return jnp.square(jnp.concatenate([users[i], candidates], 1)).sum(axis)
 
-    large, small = (1024, 64, 64), (1024, 63, 64)
-    assert nbytes(lambda x: jnp.concatenate([x.sum(-1), x[..., 0]], 1), *large) == 21 * 2**22
-    assert not nbytes(lambda x: jnp.concatenate([x.sum(-1), x[..., 0]], 1), *small)
-    # Of columns, threads reduce neighbouring ones.
-    assert not nbytes(lambda x: jnp.concatenate([x.sum(-2), x[:, 0]], 1), *large)
-    assert not nbytes(lambda x: jnp.sin(x.sum(-1)), *large)
+    of_users, of_cands = (jax.ShapeDtypeStruct((n, *shape[1:]), "bfloat16") for n in (4, 1024))
+    index = jax.ShapeDtypeStruct((1024,), "int32")
+    with ikbo.export_target(target) if target else contextlib.nullcontext():
+        text = jax.jit(ikbo.rewrite(scores)).lower(of_users, of_cands, index).as_text()
+    assert text.count("optimization_barrier") == barriers
 
 
 def test_on_a_gpu_a_product_with_vectors_looks_up_for_itself(monkeypatch) -> None:

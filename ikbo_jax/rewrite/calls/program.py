@@ -304,8 +304,7 @@ def _interpreted(original: _Original, inputs: list[Any]) -> tuple[_Original, Rec
             recorder.gradient_differs = False
         if recorder.changed:
             before, after = cost.decisive_costs(*recorder.programs, known=recorder.counted)
-            new = cost.with_reductions(after, recorder.programs[1])
-            recorder.refusal = cost.refusal(new, before)
+            recorder.refusal = cost.refusal(after, before)
             recorder.takes_longer = bool(recorder.refusal) and cost.takes_longer(after, before)
             recorder.gradient_is_as_written = not (
                 recorder.sums_are_narrow or program.effects

@@ -28,7 +28,6 @@ from ikbo_jax.rewrite.report.products import (
     SELECTED_BYTES,
     Sums,
     bytes_of,
-    bytes_of_reductions,
     bytes_of_repeats,
     bytes_of_selection,
     cost_of_op,
@@ -120,16 +119,6 @@ def refusal(new: Cost, old: Cost) -> str:
         f"{LONGER} {device.name}: with {_text(ours)} {unit} instead of {_text(theirs)}, and "
         f"{_text(new.nbytes)} bytes instead of {_text(old.nbytes)}"
     )
-
-
-def with_reductions(new: Cost, rewritten: Any) -> Cost:
-    """Adds what a GPU's reductions of a rewritten program cost in kernels that concatenate.
-
-    Those of originals are among the bytes that they read: PNN's are as fast as estimated. Nor do
-    they decide about a derivative: FiBiNET's in bfloat16 takes 0.13 of the original's time, its
-    values 2.4 times as long (H200).
-    """
-    return new._replace(nbytes=new.nbytes + bytes_of_reductions(rewritten)) if on_gpu() else new
 
 
 def takes_longer(new: Cost, old: Cost) -> bool:

@@ -27,12 +27,6 @@ _REPEATED_BYTES = 3
 #: The same of a lookup along the last axis, where each element is a row of its own: 5 ps, in sums
 #: over fields' matrices, of 2,976 candidates in bfloat16 and 800 in float32 (H200).
 _SINGLE_BYTES = 16
-#: The same of an element of rows that are reduced for a concatenation: 6.8 ps. XLA reduces them in
-#: the kernel that concatenates. Sums over 64 features of 496 pairs of fields of
-#: 4,096 candidates (FiBiNET) took 2.4 of the original's time in bfloat16, 2.1 in float32 (H200).
-_REDUCED_BYTES = 21
-#: Elements from which on they count: fewer take no time to speak of.
-_MANY_REDUCED = 2**22
 #: Kernels of attention or `gdpa` in XLA, and of the groups of candidates by user, which all such
 #: calls of a program share: as many as fit the times of 20 programs in float32. In small ones, of
 #: 800 candidates, attention with one query may take twice the time of the original, where XLA fuses
@@ -126,26 +120,6 @@ def bytes_of_repeats(broadcast: core.JaxprEqn, reshape: core.JaxprEqn) -> Any:
     is_repeated = operand.size != math.prod(shape) and operand.shape[-1:] == shape[-1:]
     of_rows = operand.shape[:1] == shape[:1] == result[:1]
     return _REPEATED_BYTES * math.prod(result) if is_repeated and of_rows else 0
-
-
-def bytes_of_reductions(program: Any) -> Any:
-    """Counts the bytes in whose time XLA reduces rows in kernels that concatenate the results."""
-    total: Any = 0
-    reduced: dict[Any, Any] = {}
-    for eqn in program.eqns:
-        name = eqn.primitive.name
-        if name in REDUCTIONS:
-            shape = eqn.invars[0].aval.shape
-            size, is_of_rows = math.prod(shape), len(shape) - 1 in eqn.params.get("axes", ())
-            if is_of_rows and lineage.is_at_least(size, _MANY_REDUCED):
-                reduced[eqn.outvars[0]] = size
-        elif reduced and (name == "concatenate" or name in SAME):
-            read = [reduced[v] for v in eqn.invars if type(v) is core.Var and v in reduced]
-            if name == "concatenate":
-                total += sum(read)
-            elif read:
-                reduced[eqn.outvars[0]] = sum(read)
-    return _REDUCED_BYTES * total
 
 
 def is_of_vectors(eqn: core.JaxprEqn) -> bool:

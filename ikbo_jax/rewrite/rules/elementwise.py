@@ -1,7 +1,6 @@
 """Rules of primitives that work row by row, and of primitives that only move data."""
 
 import dataclasses
-import functools
 import itertools
 import math
 from collections.abc import Callable, Sequence
@@ -28,7 +27,6 @@ from ikbo_jax.rewrite.values.lineage import (
     lazy,
     origins_of,
     spread,
-    spread_axes,
     transposed,
 )
 from ikbo_jax.rewrite.values.registry import NotCovered
@@ -316,48 +314,6 @@ def concat(parts: list[Any], axis: int) -> Any:
 def transpose(ctx: Context, eqn: Any, x: Any) -> Any:
     """Transposes the base or every part."""
     return transposed(x, [int(d) for d in eqn.params["permutation"]])
-
-
-def reduction(ctx: Context, eqn: Any, x: Any) -> Any:
-    """Reduces axes other than the looked-up axis."""
-    axes = tuple(int(a) for a in eqn.params["axes"])
-    if isinstance(x, Concat):
-        if x.axis in axes:
-            return _reduce_concat(ctx, eqn, x)
-        parts = [reduction(ctx, eqn, part) for part in x.parts]
-        return concat(parts, x.axis - sum(a < x.axis for a in axes))
-    if is_plain(x):
-        return ctx.bind(eqn, x)
-    if x.axis in axes:
-        raise NotCovered(f"{eqn.primitive.name} over the looked-up axis")
-    base = ctx.bind(eqn, spread_axes(x, axes).base)
-    shape = tuple(n for d, n in enumerate(x.shape) if d not in axes)
-    axis = x.axis - sum(a < x.axis for a in axes)
-    return at_user_batch(ctx, eqn, base, x.lineage, axis, x.origins, shape)
-
-
-_COMBINED = {
-    "reduce_sum": lax.add,
-    "reduce_max": lax.max,
-    "reduce_min": lax.min,
-    "reduce_prod": lax.mul,
-    "reduce_and": lax.bitwise_and,
-    "reduce_or": lax.bitwise_or,
-}
-
-
-def _reduce_concat(ctx: Context, eqn: Any, x: Concat) -> Any:
-    """Reduces over the concatenated axis: every part at its batch, then the results."""
-    combine = _COMBINED.get(eqn.primitive.name)
-    if combine is None:
-        raise NotCovered(f"{eqn.primitive.name} over a concatenation")
-    parts = (reduction(ctx, eqn, part) for part in x.parts)
-    arrays = (ctx.materialise(eqn, part, "sum of parts", copied=False) for part in parts)
-    return functools.reduce(combine, arrays)
-
-
-#: Primitives that reduce some axes.
-REDUCTIONS = (*_COMBINED, "reduce_xor", "argmax", "argmin")
 
 
 def slice_(ctx: Context, eqn: Any, x: Any) -> Any:
