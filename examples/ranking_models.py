@@ -417,10 +417,10 @@ class Program:
         jax.eval_shape(lambda *x: MODELS[self.model](asked, *x), *features, index)
         return [shape(x) for x in asked.shapes], features, index
 
-    def arguments(self) -> tuple[list[Array], list[Array], Array]:
+    def arguments(self, seed: int = 0) -> tuple[list[Array], list[Array], Array]:
         """Draws weights and features; candidates of a user stand together."""
         leaves, features, index = self.shapes
-        rng = np.random.default_rng(0)
+        rng = np.random.default_rng(seed)
 
         def draw(x: Any, fan_in: int = 1) -> Array:
             return jnp.asarray(rng.standard_normal(x.shape, np.float32) * fan_in**-0.5, x.dtype)
