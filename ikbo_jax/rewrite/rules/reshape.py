@@ -4,14 +4,19 @@ import functools
 import math
 from typing import Any
 
-import jax.numpy as jnp
-from jax import lax
-
 from ikbo_jax.rewrite.facts import proofs
 from ikbo_jax.rewrite.interpret import Context
 from ikbo_jax.rewrite.rules.elementwise import concat
 from ikbo_jax.rewrite.values import staged
-from ikbo_jax.rewrite.values.lineage import Concat, Lazy, is_at_least, is_plain, lazy, spread_axes
+from ikbo_jax.rewrite.values.lineage import (
+    Concat,
+    Lazy,
+    has_lineage,
+    is_at_least,
+    is_plain,
+    lazy,
+    spread_axes,
+)
 from ikbo_jax.rewrite.values.registry import NotCovered
 from ikbo_jax.rewrite.values.reshaped import merged, split
 
@@ -58,7 +63,7 @@ def _split(ctx: Context, eqn: Any, x: Any, shape: tuple[int, ...], groups: list[
 
 
 def _reshape_lazy(
-    ctx: Context, eqn: Any, x: Lazy, shape: tuple[int, ...], groups: list[Any]
+    ctx: Context, eqn: Any, x: Lazy, shape: Any, groups: list[Any], *, repeats: bool = True
 ) -> Any:
     base_shape: list[int] = []
     axis, full, repeat = -1, [], None
@@ -66,12 +71,15 @@ def _reshape_lazy(
         sizes = [shape[t] for t in targets]
         if x.lineage and x.axis in dims:
             if [x.shape[d] for d in dims if x.shape[d] != 1] != [n for n in sizes if n != 1]:
-                raise NotCovered("the looked-up axis is merged or split by a reshape")
+                if not repeats:
+                    raise NotCovered("the looked-up axis of a part is merged or split by a reshape")
+                x, groups = _as_broadcast(ctx, x, shape)
+                return _reshape_lazy(ctx, eqn, x, shape, groups)
             axis = len(base_shape) + next(i for i, n in enumerate(sizes) if n != 1)
             base_shape += [n if n == 1 else x.base.shape[x.axis] for n in sizes]
         elif all(x.base.shape[d] == 1 for d in dims):
             base_shape += [1] * len(sizes)
-        elif x.lineage is None and repeat is None and len(sizes) == 1 and _is_pair(x, dims):
+        elif repeats and not x.lineage and not repeat and len(sizes) == 1 and _is_pair(x, dims):
             repeat = (len(base_shape), dims)
             base_shape.append(math.prod(x.base.shape[d] for d in dims))
         else:
@@ -85,6 +93,28 @@ def _reshape_lazy(
     return lazy(base, tuple(shape), x.lineage, axis, x.origins)
 
 
+def _as_broadcast(ctx: Context, x: Lazy, shape: tuple[int, ...]) -> tuple[Lazy, list[Any]]:
+    """Returns tiles or repeated rows as a broadcast along a new dimension, for a reshape.
+
+    NotCovered if they are neither, or if the reshape would write the copies.
+    """
+    assert x.lineage is not None
+    is_tile, axis, rows = ctx.scope.is_of("tile", x.lineage), x.axis, x.lineage.users
+    reason = "the looked-up axis is merged or split by a reshape"
+    if not is_tile and not ctx.scope.is_of("repeat", x.lineage):
+        raise NotCovered(reason)
+    new, times = axis + (not is_tile), x.lineage.batch // rows
+    base = staged.reshape(x.base, (*x.base.shape[:new], 1, *x.base.shape[new:]))
+    sizes = (times, rows) if is_tile else (rows, times)
+    out = Lazy(base, (*x.shape[:axis], *sizes, *x.shape[axis + 1 :]), origins=x.origins)
+    groups = groups_of(out.shape, shape)
+    dims, targets = next(pair for pair in groups if new in pair[0])
+    is_repeated = len(targets) == 1 and _is_pair(out, dims)
+    if not is_repeated and any(base.shape[d] != 1 for d in dims):
+        raise NotCovered(reason)
+    return out, groups
+
+
 def _is_pair(x: Lazy, dims: list[int]) -> bool:
     """Whether a dimension is merged with a broadcast dimension, which repeats its rows."""
     full = [d for d in dims if x.shape[d] != 1]
@@ -95,15 +125,8 @@ def _repeated(ctx: Context, x: Lazy, base: Any, shape: Any, axis: int, dims: lis
     """Turns `jnp.repeat` by a constant, or `jnp.tile`, written as a reshape, into a lookup."""
     first, second = (d for d in dims if x.shape[d] != 1)
     batch, rows = shape[axis], base.shape[axis]
-    if x.base.shape[second] == 1:
-        times = jnp.int32(x.shape[second])
-
-        def numbers() -> Any:
-            return lax.iota(jnp.int32, batch) // times
-
-        index = ctx.scope.lineage(("repeat", batch), rows, batch, numbers, is_sorted=True)
-    else:
-        index = ctx.scope.of_tiles(rows, batch)
+    is_repeat = x.base.shape[second] == 1
+    index = (ctx.scope.of_repeats if is_repeat else ctx.scope.of_tiles)(rows, batch)
     ctx.recorder.confirmed(x.origins)
     return Lazy(base, tuple(shape), index, axis, x.origins)
 
@@ -121,12 +144,13 @@ def _reshape_concat(ctx: Context, eqn: Any, x: Concat, shape: Any, groups: Any) 
     length = math.prod(shape[t] for t in targets if t > axis)
     if any(size * inner % length for size in x.sizes):
         raise NotCovered("a reshape splits the parts of a concatenation")
-    parts = []
+    # A candidate's keys, repeated for groups of heads, are no lookup beside those of a history.
+    parts, repeats = list[Any](), not any(map(has_lineage, x.parts))
     for part, size in zip(x.parts, x.sizes, strict=True):
         part_shape = (*shape[:axis], size * inner // length, *shape[axis + 1 :])
         if isinstance(part, Lazy):
             part_groups = groups_of(part.shape, part_shape)
-            parts.append(_reshape_lazy(ctx, eqn, part, part_shape, part_groups))
+            parts.append(_reshape_lazy(ctx, eqn, part, part_shape, part_groups, repeats=repeats))
         else:
             parts.append(reshape_to(ctx, eqn, part, part_shape))
     return concat(parts, axis)

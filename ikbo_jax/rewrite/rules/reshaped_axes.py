@@ -6,17 +6,20 @@ and its results are reshaped again.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.extend import core
 
 from ikbo_jax.rewrite.interpret import Context, at_shapes, shape_of
 from ikbo_jax.rewrite.rules import reshape
-from ikbo_jax.rewrite.values.lineage import Lazy, has_lineage, is_only_broadcast, is_plain
+from ikbo_jax.rewrite.rules.elementwise import sliced
+from ikbo_jax.rewrite.values.lineage import Concat, Lazy, has_lineage, is_only_broadcast, is_plain
 from ikbo_jax.rewrite.values.registry import NotCovered
 from ikbo_jax.rewrite.values.reshaped import Group, Reshaped, is_split, plain_groups, reshaped
 
@@ -246,9 +249,37 @@ def to_shape_again(ctx: Context, eqn: Any, x: Reshaped, shape: tuple[int, ...]) 
             places |= dict.fromkeys(old, new[0])
     if not own or not places.keys() >= set(own):
         if axes.order:
-            raise NotCovered("dimensions that are moved apart are merged by a reshape")
+            return _broadcast_last(ctx, eqn, x, shape)
         return reshape.reshape_to(ctx, eqn, x.inner, shape)
     at = list(dict.fromkeys([places[d] for d in own]))
     group = Group(tuple([shape[d] for d in at]), axes.places[0][1].before)
     out = axes_at(shape, [(at, group)])
     return again(ctx, eqn, to_shape(ctx, eqn, x.inner, out.before_shape), out)
+
+
+def _broadcast_last(ctx: Context, eqn: Any, x: Reshaped, shape: tuple[int, ...]) -> Any:
+    """Reshapes a value that is broadcast between dimensions that look rows up together.
+
+    The rows are looked up before: embedded ids of users' histories, repeated for their candidates.
+    """
+    groups, sizes = list(x.groups), list(x.inner.shape)
+    for n, dims in enumerate(axes_of(x.groups, x.order).inner):
+        if x.groups[n].is_plain and _is_broadcast(x.inner, dims[0]):
+            groups[n], sizes[dims[0]] = Group((1,), (1,)), 1
+    if tuple(sizes) == x.inner.shape:
+        raise NotCovered("dimensions that are moved apart are merged by a reshape")
+    few = sliced(ctx, x.inner, [0] * len(sizes), sizes)
+    before = dataclasses.replace(x, inner=few, groups=tuple(groups))
+    rows = ctx.materialise(eqn, before, "broadcast of a value that is looked up by dimensions")
+
+    def broadcast(rows: Any) -> Any:
+        return lax.reshape(jnp.broadcast_to(rows, x.shape), shape)
+
+    program = jax.make_jaxpr(broadcast)(jax.ShapeDtypeStruct(before.shape, x.dtype))
+    return ctx.run_closed(program, [rows])[0]
+
+
+def _is_broadcast(x: Any, dim: int) -> bool:
+    if isinstance(x, Concat):
+        return dim != x.axis and all(_is_broadcast(part, dim) for part in x.parts)
+    return type(x) is Lazy and x.axis != dim and x.base.shape[dim] == 1 != x.shape[dim]

@@ -296,13 +296,8 @@ def _concat_broadcast(ctx: Context, eqn: Any, operand: Concat, shape: Any, dims:
     axis, parts = dims[operand.axis], list[Any]()
     for part, size in zip(operand.parts, operand.sizes, strict=True):
         part_shape = (*shape[:axis], size, *shape[axis + 1 :])
-        if isinstance(part, Concat):
-            parts.append(_concat_broadcast(ctx, eqn, part, part_shape, dims))
-        elif lineage.is_plain(part) and part.dtype != np.bool_:
-            parts.append(ctx.bind(eqn, part, shape=part_shape))
-        else:
-            # Whether a mask is equal for all heads or queries is seen in its base.
-            parts.append(_with_new_dims(part, part_shape, dims, lineage.origins_of(part)))
+        part_eqn = eqn.replace(params={**eqn.params, "shape": part_shape})
+        parts.append(broadcast_in_dim(ctx, part_eqn, part))
     return Concat(tuple(parts), axis)
 
 

@@ -164,6 +164,17 @@ class Scope:
             ("tile", batch), rows, batch, lambda: lax.iota(jnp.int32, batch) % jnp.int32(rows)
         )
 
+    def of_repeats(self, rows: int, batch: int) -> Lineage:
+        """Returns the lineage of a batch that repeats each row, one after another."""
+        times = jnp.int32(batch // rows)
+        key, number = ("repeat", batch), lambda: lax.iota(jnp.int32, batch) // times
+        return self.lineage(key, rows, batch, number, is_sorted=True)
+
+    def is_of(self, name: str, lineage: Lineage) -> bool:
+        """Whether a lineage is one of `of_tiles`, by the name "tile", or "repeat"."""
+        _, found = self.find("_lineages", (name, lineage.batch, lineage.users)) or ((), None)
+        return found is lineage
+
     def compose(self, coarse: Lineage, fine: Lineage) -> Lineage:
         """Composes two successive lookups: by `coarse`, then by `fine`."""
         steps = (*coarse.steps, *fine.steps)
