@@ -19,13 +19,7 @@ from ikbo_jax.rewrite import interpret
 from ikbo_jax.rewrite.calls import program
 
 # The last is configured first.
-pytest_plugins = [
-    "kernel_record",
-    "case_sample",
-    "compiled_programs",
-    "gpu_session",
-    "time_limit",
-]
+pytest_plugins = ["kernel_record", "case_sample", "compiled_programs", "gpu_session", "time_limit"]
 
 # The tests compile thousands of small programs to run each once.  LLVM's optimisation of them would
 # be 40 % of the suite.  The emitters that lower every fusion through MLIR, and the division of a

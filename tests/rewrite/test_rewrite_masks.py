@@ -119,6 +119,11 @@ SEQUENCES = {
     "padding times mask": masked(lambda x: valid(x).astype("float32") * recsys_mask(), cap=2.0),
     "numbers times mask": masked(lambda x: valid(x, dtype="float32") * recsys_mask(), cap=2.0),
     "grouped heads": grouped,
+    "repeated heads": lambda x: masked(lambda x: CAUSAL)(
+        types.SimpleNamespace(
+            q=jnp.concatenate([x.q, -x.q], 2), k=jnp.repeat(x.k, 2, 2), v=jnp.repeat(x.v, 2, 2)
+        )
+    )[:, :, ::2],
     "ends by candidate": masked(
         lambda x: CAUSAL & ((AT[None] < x.ends[:, None]) | (AT[None] >= S))[:, None, None]
     ),

@@ -23,16 +23,9 @@ def din(history, cand, index, w_unit, w_out):
 @layout("history cand w_unit w_out", 0.63)
 def din_tiled(history, cand, w_unit, w_out):
     h = jnp.tile(history, (1, B // U, 1)).reshape(B, S, D)
-    q = jnp.tile(cand, (1, S)).reshape(B, S, D)
+    q = jnp.repeat(cand, S, axis=0).reshape(B, S, D)
     x = jnp.concatenate([q, h, q - h, q * h], axis=-1)
     return (jax.nn.sigmoid(x.reshape(B * S, -1) @ w_unit) @ w_out).reshape(B, S, 1)
-
-
-@layout("history cand index w_unit w_out", 0.63)
-def din_repeated(history, cand, index, w_unit, w_out):
-    h = history[index]
-    q = jnp.repeat(cand, S, axis=0).reshape(B, S, D)
-    return jax.nn.sigmoid(jnp.concatenate([q, h, q - h, q * h], axis=-1) @ w_unit) @ w_out
 
 
 @layout("user_ids buckets user_fields cand w_first w_tower", 0.79)
@@ -43,14 +36,6 @@ def embedded_ids_repeated(user_ids, buckets, user_fields, cand, w_first, w_tower
 
 
 # Causal transformers over a history and a candidate.
-
-
-@layout("long token index blocks2", 0.66, op="attention")
-def heads_repeated_for_groups(long, token, index, blocks2):
-    x = jnp.concatenate([long[index], token[:, None]], axis=1) @ blocks2[0]["qkv"]
-    query, *keys = (y.reshape(B, S + 1, HEADS, D) for y in jnp.split(x, 3, axis=-1))
-    query = jnp.concatenate([query, -query], axis=2)[:, -1:]
-    return _softmax_attention(query, *(jnp.repeat(y, 2, axis=2) for y in keys))
 
 
 def _norm(x):

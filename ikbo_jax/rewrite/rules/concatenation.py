@@ -44,9 +44,13 @@ def concatenated(ctx: Context, eqn: Any, operands: Any, axis: int, shape: tuple[
     if shape_of(first)[axis] == 1 and all(x is first for x in operands):
         if tuple(first.shape) == shape:
             return first
-        if isinstance(first, Lazy) and first.axis != axis or is_plain(first):
-            return repeated(ctx, eqn, first, shape, "repeated")
-        raise NotCovered("copies of a concatenation")
+        if not (is_plain(first) or isinstance(first, Lazy) and first.axis != axis):
+            raise NotCovered("copies of a concatenation")
+        what = f"{lineage.text(first)} repeated -> {lineage.text(first, shape)}"
+        origins = origins_of(first) | {ctx.recorder.found(eqn, what, False)}
+        if is_plain(first):
+            return lazy(first, shape, None, -1, origins)
+        return lazy(first.base, shape, first.lineage, first.axis, origins)
     if all(map(is_plain, operands)):
         return staged.concatenate(operands, axis)
     across = [x for x in operands if isinstance(x, Concat) and x.axis != axis]
@@ -72,14 +76,6 @@ def _are_as_wide(parts: list[Any], axis: int) -> bool:
         return False
     shapes = [shape_of(base_of(x)) for x in parts]
     return len({(*shape[:axis], *shape[axis + 1 :]) for shape in shapes}) == 1
-
-
-def repeated(ctx: Context, eqn: Any, x: Any, shape: tuple[int, ...], verb: str) -> Any:
-    """Repeats the one element of an axis that looks nothing up; the base stays."""
-    found = ctx.recorder.found(eqn, f"{lineage.text(x)} {verb} -> {lineage.text(x, shape)}", False)
-    if is_plain(x):
-        return lazy(x, shape, None, -1, frozenset({found}))
-    return lazy(x.base, shape, x.lineage, x.axis, x.origins | {found})
 
 
 def _concat_of_concats(

@@ -79,7 +79,7 @@ def _reshape_lazy(
             base_shape += [n if n == 1 else x.base.shape[x.axis] for n in sizes]
         elif all(x.base.shape[d] == 1 for d in dims):
             base_shape += [1] * len(sizes)
-        elif repeats and not x.lineage and not repeat and len(sizes) == 1 and _is_pair(x, dims):
+        elif repeats and not repeat and len(sizes) == 1 and _is_repeat(ctx, x, dims):
             repeat = (len(base_shape), dims)
             base_shape.append(math.prod(x.base.shape[d] for d in dims))
         else:
@@ -87,8 +87,6 @@ def _reshape_lazy(
             base_shape += sizes
     base = staged.reshape(spread_axes(x, full).base, base_shape)
     if repeat is not None:
-        if proofs.is_fixed(ctx, x):
-            return staged.reshape(ctx.build(x), shape)
         return _repeated(ctx, x, base, shape, *repeat)
     return lazy(base, tuple(shape), x.lineage, axis, x.origins)
 
@@ -119,6 +117,10 @@ def _is_pair(x: Lazy, dims: list[int]) -> bool:
     """Whether a dimension is merged with a broadcast dimension, which repeats its rows."""
     full = [d for d in dims if x.shape[d] != 1]
     return len(full) == 2 and sum(x.base.shape[d] == 1 for d in full) == 1
+
+
+def _is_repeat(ctx: Context, x: Lazy, dims: list[int]) -> bool:
+    return x.lineage is None and _is_pair(x, dims) and not proofs.is_fixed(ctx, x)
 
 
 def _repeated(ctx: Context, x: Lazy, base: Any, shape: Any, axis: int, dims: list[int]) -> Any:

@@ -12,7 +12,6 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax import lax
 from jax.extend import core
 
@@ -172,6 +171,13 @@ def to_shape(ctx: Context, eqn: Any, x: Any, shape: Sequence[int]) -> Any:
     return x if shape_of(x) == shape else ctx.scope.once(("flat", *shape), [x], run)
 
 
+def repeated(ctx: Context, eqn: Any, x: Any, wide: Any, dims: Iterable[int], shape: Any) -> Any:
+    """Broadcasts a value to `wide`, of which its dimensions are `dims`, and reshapes the result."""
+    params = {"shape": wide, "broadcast_dimensions": tuple(dims), "sharding": None}
+    broadcast = equation(eqn, lax.broadcast_in_dim_p, [x], wide, params)
+    return to_shape(ctx, eqn, ctx.run_equation(broadcast, [x])[0], shape)
+
+
 def flattened(ctx: Context, eqn: Any, x: Any, axes: Axes) -> Any:
     """Reshapes an operand as before the reshape; its special groups may have size 1."""
     if type(x) is Reshaped:
@@ -271,12 +277,7 @@ def _broadcast_last(ctx: Context, eqn: Any, x: Reshaped, shape: tuple[int, ...])
     few = sliced(ctx, x.inner, [0] * len(sizes), sizes)
     before = dataclasses.replace(x, inner=few, groups=tuple(groups))
     rows = ctx.materialise(eqn, before, "broadcast of a value that is looked up by dimensions")
-
-    def broadcast(rows: Any) -> Any:
-        return lax.reshape(jnp.broadcast_to(rows, x.shape), shape)
-
-    program = jax.make_jaxpr(broadcast)(jax.ShapeDtypeStruct(before.shape, x.dtype))
-    return ctx.run_closed(program, [rows])[0]
+    return repeated(ctx, eqn, rows, x.shape, range(len(x.shape)), shape)
 
 
 def _is_broadcast(x: Any, dim: int) -> bool:

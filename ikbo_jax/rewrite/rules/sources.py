@@ -9,7 +9,7 @@ from jax import lax
 
 from ikbo_jax.rewrite.facts import proofs
 from ikbo_jax.rewrite.interpret import Context, shape_of
-from ikbo_jax.rewrite.rules import concatenation, positions, reselect, reshaped_lookups, taken
+from ikbo_jax.rewrite.rules import positions, reselect, reshaped_axes, reshaped_lookups, taken
 from ikbo_jax.rewrite.rules.elementwise import at_user_batch, concat, slice_along
 from ikbo_jax.rewrite.rules.table_rows import column_of, looked_up
 from ikbo_jax.rewrite.values import lineage, rows, staged
@@ -302,28 +302,14 @@ def _concat_broadcast(ctx: Context, eqn: Any, operand: Concat, shape: Any, dims:
 
 
 def tile(ctx: Context, eqn: Any, operand: Any) -> Any:
-    """Repeats rows: a broadcast, or a lookup of repeated rows."""
-    reps, shape = eqn.params["reps"], eqn.outvars[0].aval.shape
+    """Repeats rows: a broadcast along a new dimension, and a reshape."""
+    reps, seen = eqn.params["reps"], shape_of(operand)
     repeated = [d for d, rep in enumerate(reps) if not lineage.is_at_least(1, rep)]
-    if isinstance(operand, Concat):
-        raise NotCovered("tile of a concatenation")
     if len(repeated) != 1:
         return ctx.bind(eqn, ctx.materialise(eqn, operand, "tile along several dimensions"))
     (axis,) = repeated
-    seen = shape_of(operand)
     if lineage.has_lineage(operand) and operand.axis == axis:
-        return reselect.concatenated(ctx, [operand] * reps[axis], axis, shape)
-    if proofs.is_fixed(ctx, operand):
-        if lineage.is_only_broadcast(operand):
-            base = ctx.bind(eqn, lineage.spread_axes(operand, [axis]).base)
-            return lineage.lazy(base, shape, None, -1, operand.origins)
-        return ctx.bind(eqn, ctx.build(operand))
-    if seen[axis] == 1:
-        return concatenation.repeated(ctx, eqn, operand, shape, "tiled")
-    if lineage.has_lineage(operand):
-        raise NotCovered("tile of a value that is looked up along another axis")
-    index = ctx.scope.of_tiles(seen[axis], shape[axis])
-    what = f"{lineage.text(operand, seen)} tiled -> {lineage.text(operand, shape)}"
-    found = ctx.recorder.found(eqn, what, True)
-    base = lineage.base_of(lineage.spread_axes(operand, [axis]))
-    return Lazy(base, shape, index, axis, lineage.origins_of(operand) | {found})
+        return reselect.concatenated(ctx, [operand] * reps[axis], axis, eqn.outvars[0].aval.shape)
+    wide = (*seen[:axis], reps[axis], *seen[axis:])
+    dims = [d + (d >= axis) for d in range(len(seen))]
+    return reshaped_axes.repeated(ctx, eqn, operand, wide, dims, eqn.outvars[0].aval.shape)
