@@ -21,6 +21,20 @@ _SPLIT = "tests/rewrite/test_rewrite_split.py::"
 LAYOUT_MUTANTS = (
     # Layouts.
     Mutant(
+        "tiles and repeated rows taken for each other",
+        "rules/reshape.py",
+        "sizes = (times, rows) if is_tile else (rows, times)",
+        "sizes = (rows, times)",
+        ("tests/rewrite/test_rewrite_layouts.py::test_share_removed[din_tiled]",),
+    ),
+    Mutant(
+        "rows broadcast along dimensions that they have",
+        "rules/reshaped_axes.py",
+        "x.base.shape[dim] == 1 != x.shape[dim]",
+        "x.shape[dim] != 1",
+        layouts("embedded_ids_repeated"),
+    ),
+    Mutant(
         "dimensions of an index change places without their rows",
         "rules/reshaped_rules.py",
         "lambda rows: rows.transpose(within)",

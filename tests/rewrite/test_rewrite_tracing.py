@@ -155,7 +155,7 @@ ABOVE = {
     "concatenated_in_a_map_over_indices": 3.35,
     "din_tiled": 2.8,
     "dlrm_of_masked_pairs": 2.85,
-    "embedded_ids_repeated": 3.6,
+    "embedded_ids_repeated": 3.75,
     "filled": 2.95,
     "interpolated_features": 6.65,
     "one_hot": 2.6,

@@ -28,11 +28,11 @@ def din_tiled(history, cand, w_unit, w_out):
     return (jax.nn.sigmoid(x.reshape(B * S, -1) @ w_unit) @ w_out).reshape(B, S, 1)
 
 
-@layout("user_ids buckets user_fields cand w_first w_tower", 0.79)
-def embedded_ids_repeated(user_ids, buckets, user_fields, cand, w_first, w_tower):
-    x = jnp.concatenate([buckets[user_ids % 8], user_fields], axis=-1)
-    x = jnp.repeat(x, B // U, axis=0)
-    return jax.nn.relu(x @ w_first + (cand @ w_tower)[:, None]).sum(1)
+@layout("user_ids buckets user_fields cand w_tower", 0.86)
+def embedded_ids_repeated(user_ids, buckets, user_fields, cand, w_tower):
+    x = jnp.stack([buckets[user_ids % 8], user_fields], axis=2)
+    x = jnp.repeat(x, B // U, axis=0) @ w_tower
+    return jax.nn.relu(x + (cand @ w_tower)[:, None, None]).sum((1, 2))
 
 
 # Causal transformers over a history and a candidate.

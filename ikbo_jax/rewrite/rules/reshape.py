@@ -65,6 +65,7 @@ def _split(ctx: Context, eqn: Any, x: Any, shape: tuple[int, ...], groups: list[
 def _reshape_lazy(
     ctx: Context, eqn: Any, x: Lazy, shape: Any, groups: list[Any], *, repeats: bool = True
 ) -> Any:
+    """Reshapes a lazy value; `repeats`: dimensions merged with a broadcast one become a lookup."""
     base_shape: list[int] = []
     axis, full, repeat = -1, [], None
     for dims, targets in groups:
