@@ -46,5 +46,5 @@ def test_programs_in_small(tmp_path, monkeypatch, reason):
 def test_a_gradient_is_wrong_if_it_is_beyond_its_bound_on_most_draws(shift):
     program = ranking_models.Program("twin", ranking_models.SMALL, "float32")
     runs = [lambda *args, n=n: args[1][0] + n for n in (0, shift, 0)]
-    record = {"error": 2.0, "bound": 1.0}
-    assert rewrite_programs._on_draws(program, record, runs).ok == (not shift)
+    check = rewrite_programs._on_draws(program, {"error": 2.0, "bound": 1.0}, runs)
+    assert check.ok == (not shift)

@@ -390,10 +390,7 @@ def test_errors_name_both_values() -> None:
         (other_m, "w_user has M=10 but w_cand has M=9"),
         (ikbo.pad_weight(jnp.ones((10, 5))), "w_user is bfloat16 but w_cand is float32"),
         *(
-            (
-                ikbo.PaddedWeight(jnp.ones(s, jnp.bfloat16), 5),
-                message,
-            )
+            (ikbo.PaddedWeight(jnp.ones(s, jnp.bfloat16), 5), message)
             for s, message in (
                 ((10, 4), "w_cand has K=5 but rows of shape (10, 4)"),
                 ((10,), "w_cand must have shape [M, K_cand], but has shape (10,)"),

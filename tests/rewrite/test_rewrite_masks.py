@@ -120,9 +120,7 @@ SEQUENCES = {
     "numbers times mask": masked(lambda x: valid(x, dtype="float32") * recsys_mask(), cap=2.0),
     "grouped heads": grouped,
     "repeated heads": lambda x: masked(lambda x: CAUSAL)(
-        types.SimpleNamespace(
-            q=jnp.concatenate([x.q, -x.q], 2), k=jnp.repeat(x.k, 2, 2), v=jnp.repeat(x.v, 2, 2)
-        )
+        types.SimpleNamespace(**{name: jnp.repeat(getattr(x, name), 2, axis=2) for name in "qkv"})
     )[:, :, ::2],
     "ends by candidate": masked(
         lambda x: CAUSAL & ((AT[None] < x.ends[:, None]) | (AT[None] >= S))[:, None, None]
