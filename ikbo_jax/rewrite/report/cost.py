@@ -114,7 +114,7 @@ def refusal(new: Cost, old: Cost) -> str:
         return f"{PRODUCTS} {_text(new.flops)} FLOP instead of {_text(old.flops)}"
     device = _GPU if on_gpu() else _CPU
     is_short = device is _GPU and lineage.is_at_least(_SHORT, femtoseconds(old, _GPU))
-    if all(_saves(new, old, x) for x in (device, *[_GPU_SHORT] * is_short)):
+    if _saves(new, old, device) and (not is_short or _saves(new, old, _GPU_SHORT)):
         return ""
     kinds = (new.launches, old.launches, "kernels"), (new.flops, old.flops, "FLOP")
     ours, theirs, unit = kinds[not device.kernel]

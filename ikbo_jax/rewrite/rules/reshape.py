@@ -147,7 +147,7 @@ def _reshape_concat(ctx: Context, eqn: Any, x: Concat, shape: Any, groups: Any) 
     length = math.prod(shape[t] for t in targets if t > axis)
     if any(size * inner % length for size in x.sizes):
         raise NotCovered("a reshape splits the parts of a concatenation")
-    # A candidate's keys, repeated for groups of heads, are no lookup beside those of a history.
+    # Beside the keys of a history, a candidate's keys that are repeated for heads are copied.
     parts, repeats = list[Any](), not any(map(has_lineage, x.parts))
     for part, size in zip(x.parts, x.sizes, strict=True):
         part_shape = (*shape[:axis], size * inner // length, *shape[axis + 1 :])

@@ -172,7 +172,7 @@ def to_shape(ctx: Context, eqn: Any, x: Any, shape: Sequence[int]) -> Any:
 
 
 def repeated(ctx: Context, eqn: Any, x: Any, wide: Any, dims: Iterable[int], shape: Any) -> Any:
-    """Broadcasts a value to `wide`, of which its dimensions are `dims`, and reshapes the result."""
+    """Reshapes `broadcast_in_dim(x, wide, dims)`, both by the rules of these equations."""
     params = {"shape": wide, "broadcast_dimensions": tuple(dims), "sharding": None}
     broadcast = equation(eqn, lax.broadcast_in_dim_p, [x], wide, params)
     return to_shape(ctx, eqn, ctx.run_equation(broadcast, [x])[0], shape)
