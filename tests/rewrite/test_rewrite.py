@@ -23,8 +23,6 @@ from rewrite_basics import (
 import ikbo_jax as ikbo
 from ikbo_jax.rewrite import NotCovered, register_rule
 
-# Composition.
-
 
 def test_runs_without_jit_and_keeps_the_functions_name() -> None:
     rewritten = ikbo.rewrite(model)
@@ -88,9 +86,6 @@ def test_arguments_may_be_numpy_s_dtypes_or_closed_over_and_need_not_be_arrays()
 
     assert ikbo.rewrite(cast)(A.user, A.index, np.float16).dtype == np.float16
     assert ikbo.rewrite(lambda x: {"x": x})("a") == {"x": "a"}
-
-
-# Rules.
 
 
 def double_p() -> Primitive:

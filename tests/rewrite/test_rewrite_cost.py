@@ -13,7 +13,7 @@ from rewrite_basics import assert_same_up_to_rounding, close
 import ikbo_jax as ikbo
 from examples.ranking_models import MODELS, SIZES, SMALL, Program
 from ikbo_jax.rewrite.attention import contraction
-from ikbo_jax.rewrite.report import cost
+from ikbo_jax.rewrite.report import cost, kernels
 
 FIELDS, WIDTH, LAYERS = 26, 16, 3
 B, U = 512, 16
@@ -100,7 +100,7 @@ def features(user, cand, index, w):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_on_a_gpu_a_small_program_is_rewritten_for_derivatives_alone(monkeypatch, dtype) -> None:
     """If XLA's scatter of a lookup's gradient is slow, as of 16 bits."""
-    monkeypatch.setattr(cost, "on_gpu", lambda: True)
+    monkeypatch.setattr(kernels, "on_gpu", lambda: True)
     rng = np.random.default_rng(0)
     index = jnp.asarray(rng.integers(0, U, B), jnp.int32)
     args = [problems.random_array(rng, x, dtype) for x in ((U, 8), (B, 8), (16, 4))]
@@ -183,12 +183,29 @@ def test_on_a_gpu_selected_features_have_a_price() -> None:
     assert nbytes(lambda x, i: x[:, i].sum(-1), x, rows) == read + 2 * 8 * 6 * 16
     # A table of few rows is read once.
     assert nbytes(lambda x, i: x[i].sum((1, 2)), x[:1], rows) == 4 * (4 * 16 + 6 + 6)
-    parts = [x[:, :1]] * 12
-    few, many = (nbytes(lambda *x: jnp.concatenate(x, 1).sum(-1), *parts[:n]) for n in (4, 12))
-    assert few == 4 * (8 * 4 * 16 + 8 * 4)
-    assert many == 4 * (8 * 12 * 16 + 8 * 12) + 2 * 8 * 12 * 16
+    with ikbo.export_target("H200"):
+        for axis, each in ((1, 6), (2, 3)):  # Bytes of each element of a concatenation.
+            joined = nbytes(lambda x, axis=axis: jnp.concatenate([x, x], axis).sum(-1), x)
+            assert joined == x.nbytes + 4 * 8 * 4 * (3 - axis) + each * 2 * x.size
     repeated = nbytes(lambda x: jnp.repeat(x, 4, axis=1).sum(-1), x)
     assert repeated == 4 * (8 * 4 * 16 + 8 * 16) + 3 * 8 * 16 * 16
+
+
+def test_on_a_gpu_equal_equations_count_once_and_products_hide_their_bytes() -> None:
+    def layer(x, n):
+        return sum(jnp.square(x / (1 + x.sum(-1, keepdims=True))) @ w for w in [x.T] * n).sum()
+
+    def counted(fn, *args):
+        return cost.program_cost(jax.make_jaxpr(fn)(*args))
+
+    with ikbo.export_target("H200"):
+        once, thrice = (counted(functools.partial(layer, n=n), jnp.ones((8, 4))) for n in (1, 3))
+        assert once == thrice
+        for dtype, each in (("bfloat16", 1.5), ("float32", 4)):
+            x = jnp.ones((4096, 4096), dtype)
+            assert counted(jnp.matmul, x, x[:, :8]).computing == 0
+            found = counted(jnp.matmul, x, x)
+            assert found.computing == each * found.flops - kernels.BYTE * 3 * x.nbytes
 
 
 @pytest.mark.parametrize(("axis", "fields", "barriers"), [(-1, 64, 1), (-1, 63, 0), (-2, 64, 0)])
@@ -202,7 +219,7 @@ def test_on_a_gpu_many_rows_are_reduced_alone(monkeypatch, axis, fields, barrier
 
 
 def test_on_a_gpu_a_short_program_must_also_save_by_the_rates_of_the_cache(monkeypatch) -> None:
-    monkeypatch.setattr(cost, "on_gpu", lambda: True)
+    monkeypatch.setattr(kernels, "on_gpu", lambda: True)
     # A masked DLRM took 53 us instead of 50 (H200).
     old, new = cost.Cost(9_076_408_320, 115_680_576, 7), cost.Cost(2_189_824_000, 61_878_552, 16)
     assert cost.refusal(new, old).startswith(cost.LONGER)
@@ -210,7 +227,7 @@ def test_on_a_gpu_a_short_program_must_also_save_by_the_rates_of_the_cache(monke
 
 
 def test_on_a_gpu_a_product_with_vectors_looks_up_for_itself(monkeypatch) -> None:
-    monkeypatch.setattr(cost, "on_gpu", lambda: True)
+    monkeypatch.setattr(kernels, "on_gpu", lambda: True)
     monkeypatch.setattr(cost, "refusal", lambda *_: "")
     monkeypatch.setattr(contraction, "_pays", lambda *_: True)
     program = Program("din", SMALL, "float32")
@@ -253,9 +270,6 @@ def test_the_report_counts_every_step_of_a_loop() -> None:
     np.testing.assert_allclose(looped, unrolled, rtol=0.1)
 
 
-# The model.
-
-
 def test_costs_of_operations() -> None:
     x, w = jnp.ones((8, 4)), jnp.ones((4, 16))
     index = jnp.zeros(32, jnp.int32)
@@ -285,8 +299,6 @@ def test_costs_of_operations() -> None:
     assert of(lookup, x, index) == (0, moved)
     assert of(lambda x: x.sum(axis=0), x) == (0, 4 * (8 * 4 + 4))
     assert of(lambda x: x.T, x) == (0, 2 * 4 * 8 * 4)
-    batched = lax.dot_general(x[None], w[None], (((2,), (1,)), ((0,), (0,))))
-    assert batched.shape == (1, 8, 16)
     image, kernel = jnp.ones((1, 2, 6, 6)), jnp.ones((3, 2, 3, 3))
     flops, _ = of(lambda a, b: lax.conv(a, b, (1, 1), "VALID"), image, kernel)
     assert flops == 2 * (3 * 4 * 4) * (2 * 3 * 3)

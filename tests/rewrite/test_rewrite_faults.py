@@ -19,9 +19,6 @@ B, U, D = 16, 3, 8
 RNG, USER, CAND, W, INDEX = problems.vectors(U, B, D)
 
 
-# Arguments.
-
-
 @pytest.mark.parametrize("what", [None, 3, [jnp.sin]])
 def test_what_is_no_function_is_refused_at_once(what):
     with pytest.raises(TypeError, match="fn must be a function, but is (None|3|.<)"):
@@ -117,9 +114,6 @@ def test_derivatives_of_indices_out_of_bounds_are_jaxs(name):
     for mode, (ours, theirs) in of_all(USER).items():
         for x, y in zip(ours, theirs, strict=True):
             np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-4, err_msg=mode)
-
-
-# Checks.
 
 
 def attention(user, index):

@@ -231,9 +231,6 @@ def test_random_numbers_prints_and_loops() -> None:
     assert check(fn, USER, CAND, jax.random.key(0)).changed
 
 
-# Lookups.
-
-
 @pytest.mark.parametrize(
     "look",
     [

@@ -14,7 +14,7 @@ from ikbo_jax.ops.linear_compression import Term, linear_compression, multilevel
 from ikbo_jax.rewrite.attention import blocks, products
 from ikbo_jax.rewrite.attention.scores import DTYPES
 from ikbo_jax.rewrite.interpret import Context, shape_of
-from ikbo_jax.rewrite.report import cost
+from ikbo_jax.rewrite.report import cost, kernels
 from ikbo_jax.rewrite.rules import one_hot, reselect, sums
 from ikbo_jax.rewrite.rules.batched import at_one_batch, batched_product, dims_of
 from ikbo_jax.rewrite.rules.concatenation import without_padding
@@ -168,7 +168,7 @@ def _joined(ctx: Context, eqn: Any, whole: Concat) -> Any:
     (out,) = eqn.outvars
     wide = 4 if out.aval.dtype in _HALF else out.aval.dtype.itemsize
     looked_up = wide * math.prod(out.aval.shape)
-    if cost.on_gpu() and not _pays(whole, out.aval, looked_up):
+    if kernels.on_gpu() and not _pays(whole, out.aval, looked_up):
         return ctx.materialise(eqn, whole, "looked up for one product: its parts take more kernels")
     rows = [part for part in whole.parts if lineage.has_lineage(part)]
     rest = [part for part in whole.parts if lineage.is_plain(part)]
@@ -190,7 +190,7 @@ def _pays(whole: Concat, out: Any, looked_up: int) -> bool:
     width = sum(x.shape[whole.axis] for x in whole.parts if lineage.has_lineage(x))
     whole_bytes = lineage.bytes_of(whole.shape, whole.dtype)
     flops = 2 * math.prod(out.shape) * width
-    saved = cost.Cost(flops, 2 * whole_bytes - 2 * looked_up, -2)
+    saved = cost.Cost(flops, 2 * whole_bytes - 2 * looked_up, -2, 2 * flops)
     return lineage.is_at_least(cost.femtoseconds(saved), 0)
 
 
@@ -214,11 +214,11 @@ def _sum_of_products(ctx: Context, eqn: Any, left: bool, groups: Any) -> Any:
     sums_before = any(d < max(free) for d in contract) if free else False
     total: Any = None
     for part, weights in groups:
-        if wide and not cost.on_gpu() and lineage.is_plain(part):
+        if wide and not kernels.on_gpu() and lineage.is_plain(part):
             # XLA transposes looked-up columns inside the product, and then has no kernel for it.
             part = lax.optimization_barrier(part)
         operands = (part, weights) if left else (weights, part)
-        if wide and not cost.on_gpu() and sums_before:
+        if wide and not kernels.on_gpu() and sums_before:
             # XLA multiplies by 16-bit weights that are transposed, but not to float32.
             wider = functools.partial(staged.cast, dtype=jnp.float32)
             operands = tuple(lineage.of_bases(wider, x) for x in operands)

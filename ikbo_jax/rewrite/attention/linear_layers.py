@@ -19,7 +19,7 @@ from jax.extend import core
 
 from ikbo_jax.ops import dispatch, norm_linear
 from ikbo_jax.rewrite.facts import activations, curves, norms
-from ikbo_jax.rewrite.report.cost import on_gpu
+from ikbo_jax.rewrite.report.kernels import on_gpu
 from ikbo_jax.rewrite.values import staged
 from ikbo_jax.rewrite.values.dead_code import without_dead_code
 from ikbo_jax.rewrite.values.equations import described

@@ -15,7 +15,7 @@ from jax.extend import core, source_info_util
 from ikbo_jax.ops import explain
 from ikbo_jax.rewrite.attention import linear_layers
 from ikbo_jax.rewrite.interpret import RETURNED, Context
-from ikbo_jax.rewrite.report import cost
+from ikbo_jax.rewrite.report import cost, kernels
 from ikbo_jax.rewrite.report.recorder import Recorder
 from ikbo_jax.rewrite.rules import unread, variants
 from ikbo_jax.rewrite.values.dead_code import without_dead_code
@@ -286,7 +286,7 @@ def _is_for_derivatives(program: core.Jaxpr, recorder: Recorder) -> bool:
     to add them by field, takes 0.54 ms instead of 0.25.
     """
     is_found = any(x.certain for x in recorder.broadcasts)
-    return cost.on_gpu() and is_found and not program.effects
+    return kernels.on_gpu() and is_found and not program.effects
 
 
 #: How many tables are left out, one after another, if the rewritten program would cost more.

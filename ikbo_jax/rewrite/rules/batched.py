@@ -9,7 +9,7 @@ import numpy as np
 from jax import lax
 
 from ikbo_jax.rewrite.interpret import Context, shape_of
-from ikbo_jax.rewrite.report import cost
+from ikbo_jax.rewrite.report import kernels
 from ikbo_jax.rewrite.values import lineage, staged
 from ikbo_jax.rewrite.values.lineage import Lineage, base_of, has_lineage
 
@@ -134,7 +134,7 @@ def _own_lookup(ctx: Context, eqn: Any, x: Any, other: Any) -> Any:
     # Only `x` has free dimensions, but for those of size 1.
     is_vector = math.prod(eqn.outvars[0].aval.shape) * summed == math.prod(shape_of(x))
     # The gradients by both lookups would be rounded before they are added.
-    if not (cost.on_gpu() and is_vector and ctx.scope.is_built(x)) or ctx.differentiated:
+    if not (kernels.on_gpu() and is_vector and ctx.scope.is_built(x)) or ctx.differentiated:
         return x
     ctx.gradient_differs()
     return dataclasses.replace(x, base=lax.optimization_barrier(x.base))

@@ -7,7 +7,7 @@ from typing import Any
 from jax import lax
 
 from ikbo_jax.rewrite.interpret import Context
-from ikbo_jax.rewrite.report import cost
+from ikbo_jax.rewrite.report import kernels
 from ikbo_jax.rewrite.rules.elementwise import at_user_batch, concat
 from ikbo_jax.rewrite.values.lineage import Concat, is_at_least, is_plain, spread_axes
 from ikbo_jax.rewrite.values.registry import NotCovered
@@ -63,4 +63,4 @@ def _reduced_part(ctx: Context, eqn: Any, x: Any) -> Any:
     out, is_of_rows = reduction(ctx, eqn, x), len(x.shape) - 1 in eqn.params["axes"]
     # Of columns, threads reduce neighbouring ones.
     is_long = is_plain(x) and is_of_rows and is_at_least(math.prod(x.shape), _MANY)
-    return lax.optimization_barrier(out) if is_long and cost.on_gpu() else out
+    return lax.optimization_barrier(out) if is_long and kernels.on_gpu() else out

@@ -15,7 +15,7 @@ import numpy as np
 from jax import lax
 
 from ikbo_jax.rewrite.interpret import Context, at_shapes, shape_of
-from ikbo_jax.rewrite.report import cost
+from ikbo_jax.rewrite.report import kernels
 from ikbo_jax.rewrite.rules import elementwise, placing, reshape
 from ikbo_jax.rewrite.rules.batched import dims_of
 from ikbo_jax.rewrite.rules.concatenation import of_one_lineage
@@ -229,7 +229,7 @@ def dot_general(ctx: Context, eqn: Any, *operands: Any) -> Any:
         other = ctx.materialise(eqn, other, "product of a concatenation in another order")
         x = _settled(ctx, x)
         # XLA on a CPU transposes taken columns in the product, and has no kernel for 16 bits then.
-        is_half = x.dtype.itemsize == 2 and not cost.on_gpu()
+        is_half = x.dtype.itemsize == 2 and not kernels.on_gpu()
         inner = of_bases(lax.optimization_barrier, x.inner) if is_half else x.inner
         given = [inner, staged.take(other, np.argsort(x.at), axis, _MOST_SLICES)]
         (result,) = ctx.run_equation(eqn, given[:: 1 - 2 * side])
