@@ -185,7 +185,8 @@ def _joined(ctx: Context, eqn: Any, whole: Concat) -> Any:
 def _pays(whole: Concat, out: Any, looked_up: int) -> bool:
     """Whether products by parts take less time on a GPU: a product and a sum are two kernels more.
 
-    The sum reads what the product of the rest writes. No concatenation is written and read.
+    The sum reads what the product of the rest writes. No concatenation is written and read. A part
+    of a product is multiplied at 500 TFLOP/s.
     """
     width = sum(x.shape[whole.axis] for x in whole.parts if lineage.has_lineage(x))
     whole_bytes = lineage.bytes_of(whole.shape, whole.dtype)
