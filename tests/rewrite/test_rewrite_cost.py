@@ -183,6 +183,8 @@ def test_on_a_gpu_selected_features_have_a_price() -> None:
     assert nbytes(lambda x, i: x[:, i].sum(-1), x, rows) == read + 2 * 8 * 6 * 16
     # A table of few rows is read once.
     assert nbytes(lambda x, i: x[i].sum((1, 2)), x[:1], rows) == 4 * (4 * 16 + 6 + 6)
+    fused = nbytes(lambda x: jnp.concatenate([x, x], 1).sum(-1), x)
+    assert fused == 4 * (8 * 4 * 16 + 8 * 8)
     with ikbo.export_target("H200"):
         for axis, each in ((1, 6), (2, 3)):  # Bytes of each element of a concatenation.
             joined = nbytes(lambda x, axis=axis: jnp.concatenate([x, x], axis).sum(-1), x)

@@ -135,7 +135,7 @@ def _text(amount: Any) -> str:
 
 def program_cost(program: Any) -> Cost:
     """Counts the kernels that a GPU runs of a traced program."""
-    return Cost(*kernels.counted(program))
+    return Cost(*kernels.sums_of(program))
 
 
 def reported_costs(original: Any, rewritten: Any, *, known: dict[Any, Any]) -> list[Cost]:
